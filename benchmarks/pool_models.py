@@ -1,0 +1,67 @@
+"""What pools of environments cost in theory: seconds for N environment steps, one each on average.
+
+A step takes t seconds and, with probability p, T seconds more; whoever steps and waits takes no time of its own.
+"""
+
+import heapq
+
+import numpy as np
+
+
+def lock_step(t: float, tail: float, chance: float, num_envs: int) -> float:
+    """All wait for the slowest: t + T (1 - (1 - p)^N)."""
+    return t + tail * (1 - (1 - chance) ** num_envs)
+
+
+def one_after_the_other(t: float, tail: float, chance: float, num_envs: int) -> float:
+    """In one process: N (t + p T)."""
+    return num_envs * (t + chance * tail)
+
+
+def first_ready(t: float, tail: float, chance: float) -> float:
+    """No one waits: t + p T."""
+    return t + chance * tail
+
+
+def rollouts(t: float, tail: float, chance: float, num_envs: int, length: int) -> float:
+    """Environments wait for each other after every L steps only: t + T E[max of N binomial (L, p) counts] / L."""
+    # P(K = k) by the ratio of neighbours; the largest of N counts exceeds k with probability 1 - P(K <= k)^N
+    k = np.arange(1, length + 1)
+    ratios = (length - k + 1) / k * (chance / (1 - chance))
+    probability = (1 - chance) ** length * np.concatenate([[1.0], np.cumprod(ratios)])
+    largest = (1 - np.minimum(np.cumsum(probability), 1) ** num_envs).sum()
+    return t + tail * float(largest) / length
+
+
+def hybrid_lock_step(t: float, tail: float, chance: float, num_workers: int, envs_per_worker: int) -> float:
+    """W workers that step V environments in turn and wait for each other: V times a step of rollouts of length V."""
+    return envs_per_worker * rollouts(t, tail, chance, num_workers, envs_per_worker)
+
+
+def hybrid_first_ready(t: float, tail: float, chance: float, envs_per_worker: int) -> float:
+    """Workers that step V environments in turn and wait for no one: V (t + p T)."""
+    return envs_per_worker * first_ready(t, tail, chance)
+
+
+def one_slow_step(t: float, tail: float, length: int) -> float:
+    """A rollout of L steps of which one takes T, a step of it: (T + (L - 1) t) / L."""
+    return (tail + (length - 1) * t) / length
+
+
+def simulate(
+    t: float, tail: float, chance: float, num_envs: int, ready_batch: int, steps: int = 100_000, seed: int = 0
+) -> float:
+    """First ready with batches of M: the pool waits until M are ready, then gives all of these their next step."""
+    rng = np.random.default_rng(seed)
+    draw = iter((t + tail * (rng.random(steps + 2 * num_envs) < chance)).tolist())
+    finish, done, now = [next(draw) for _ in range(num_envs)], 0, 0.0
+    heapq.heapify(finish)
+    while done < steps:
+        ready = [heapq.heappop(finish) for _ in range(ready_batch)]
+        now = max(now, ready[-1])
+        while finish and finish[0] <= now:
+            ready.append(heapq.heappop(finish))
+        done += len(ready)
+        for _ in ready:
+            heapq.heappush(finish, now + next(draw))
+    return now * num_envs / done

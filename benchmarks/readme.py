@@ -1,0 +1,164 @@
+"""Write the tables of the README from the results that are committed: python -m benchmarks.readme.
+
+The text between the two marks is made anew; a test holds it equal to what this program makes of `benchmarks/results/`.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import inference
+from benchmarks.env_pools import milliseconds, named
+from benchmarks.programs import ROOT
+from benchmarks.results import describe, estimate, table
+
+README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- results: made by benchmarks/readme.py -->", "<!-- end of results -->"
+
+
+def load(pattern: str) -> list[dict]:
+    """The JSON files of a pattern below the results, in the order of their names."""
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(pattern))]
+
+
+def sources(results: list[dict]) -> list[str]:
+    """Where results come from, once for each different commit, machine and set of versions."""
+    lines = {describe(result["provenance"] | {"date": result["provenance"]["date"][:10]}) for result in results}
+    return [f"Measured {line}" for line in sorted(lines)]
+
+
+def speed_row(result: dict) -> list[str]:
+    """Cells of one script: steps/s of SB3, eager, compiled; ratios, time to the first update, share of the ceiling."""
+    contestants = result["contestants"]
+    ratios = {(x["of"], x["to"]): estimate(x["ratio"], x["interval"], ".1f") for x in result["ratios"]}
+    speeds = [f"{contestants[name]['steps_per_second']:,.0f}" for name in ("sb3", "eager", "compile")]
+    compiled = contestants["compile"]
+    parts = result.get("ceilings", {}).get("variants", {}).get("compile")
+    return [
+        f"`{result['script']}`, {result['env_id']}" + f" `{result['flags']}`" * bool(result["flags"]),
+        *speeds,
+        ratios["eager", "sb3"],
+        ratios["compile", "sb3"],
+        f"{compiled['cold_seconds']:.0f} / {compiled['warm_seconds']:.0f}",
+        f"{parts['fraction_reached']:.0%} of {parts['summed_ceiling']:,.0f}" if parts else "-",
+    ]
+
+
+def speed_section() -> list[str]:
+    """The table of speeds, of all scripts that were measured beside SB3."""
+    results = [x for x in load("throughput/*.json") if {"sb3", "eager", "compile"} <= x["contestants"].keys()]
+    header = ["steady environment steps/s, 2 CPU cores", "SB3", "eager", "compiled", "eager / SB3 [95 %]"]
+    header += ["compiled / SB3 [95 %]", "first update, cold / warm (s)", "of the summed ceiling"]
+    lines = [*table(header, [speed_row(result) for result in results]), ""]
+    lines += ["All contestants in interleaved rounds of fresh processes, with the same hyperparameters, networks and"]
+    lines += ["threads. [Everything that was measured](benchmarks/results/throughput/throughput.md), with peak memory,"]
+    lines += ["the time of each part and LeanRL's published figures.", *sources(results), ""]
+    return lines
+
+
+def inference_section() -> list[str]:
+    """The table of the best ways to act."""
+    if not (results := load("inference/*.json")):
+        return []
+    sizes = sorted({size for result in results for size in result["batch_sizes"]})
+    best = [inference.best_paths(result) for result in results]
+    header = ["fastest way to act, % faster than eager", *(f"batch {size:,}" for size in sizes)]
+    rows = [
+        [f"`{result['network']}`, {result['device']}", *(own.get(size, "-") for size in sizes)]
+        for result, own in zip(results, best, strict=True)
+    ]
+    lines = [*table(header, rows), ""]
+    lines += [
+        "Action, log-probability and value in one call. A way counts only if its outputs equal eager's and follow"
+    ]
+    lines += ["an optimizer step. [All of them](benchmarks/results/inference/inference.md), with latencies, what they"]
+    return [*lines, "take to compile and after how many calls that pays.", *sources(results), ""]
+
+
+def rollout_section() -> list[str]:
+    """The table of sampling with a compiled policy."""
+    if not (results := load("rollout/rollout.json")):
+        return []
+    (result,) = results
+    actors = list(dict.fromkeys(row["actor"] for row in result["rows"] if row["actor"] != "off"))
+    known = {(x["family"], x["num_envs"], x["backend"], x["actor"]): x for x in result["rows"]}
+    rows = []
+    for *place, actor in known:
+        if actor == "off":
+            others = [known.get((*place, name), {}) for name in actors]
+            gains = [estimate(x["ratio"], x["interval"], ".2f") if "ratio" in x else "failed" for x in others]
+            speeds = [x["off_steps_per_second"] for x in others if "off_steps_per_second" in x]
+            rows.append([*place, f"{np.median(speeds):,.0f}", *gains])
+    header = ["sampling alone", "environments", "backend", "policy in eager PyTorch, steps/s"]
+    lines = [*table([*header, *(f"{name}, to it [95 %]" for name in actors)], rows), ""]
+    lines += ["[With latencies and compile times](benchmarks/results/rollout/rollout.md)."]
+    return [*lines, *sources([result]), ""]
+
+
+def learning_rows(report: dict) -> list[list[str]]:
+    """Cells of each environment of a report: eager and compiled beside CleanRL."""
+    groups = {}
+    for row in report["rows"]:
+        groups.setdefault((row["script"], row["env_id"]), {})[row["variant"]] = row
+    cells = []
+    for (script, env_id), variants in groups.items():
+        known = next(iter(variants.values()))
+        published = known["published"]
+        measured = [variants.get("eager"), variants.get("compile")]
+        scores = [
+            f"{estimate(x['iqm'], x['interval'], ',.0f')}, {len(x['seeds'])} seeds, {x['verdict']}" if x else "-"
+            for x in measured
+        ]
+        theirs = f"{published['mean']:,.0f} ± {published['std']:,.0f}" if published else "-"
+        cells.append([f"`{script}`, {env_id}", f"{known['steps']:,}", *scores, theirs])
+    return cells
+
+
+def learning_section() -> list[str]:
+    """The table of returns."""
+    reports = load("learning/*/report.json")
+    header = ["return of the last 100 training episodes", "steps", "eager: IQM [95 %]", "compiled: IQM [95 %]"]
+    header += ["CleanRL, mean ± std"]
+    lines = [*table(header, [row for report in reports for row in learning_rows(report)]), ""]
+    lines += ["Above, within, below: our mean beside CleanRL's interval. Curves, scores of each seed, commits:"]
+    folders = sorted(path.parent.name for path in RESULTS.glob("learning/*/report.json"))
+    links = [f"[{name}](benchmarks/results/learning/{name}/report.md)" for name in folders]
+    return [*lines, ", ".join(links) + ".", ""]
+
+
+def pool_section() -> list[str]:
+    """The table of pools of slow environments."""
+    (sleeping,), (overhead,) = load("env_pools/sleeping_24.json"), load("env_pools/overhead.json")
+    base, cells = milliseconds(named(sleeping["rows"], "gymnasium AsyncVectorEnv"))[0], []
+    alone = {row["name"]: 1000 * milliseconds(row)[0] / overhead["num_envs"] for row in overhead["rows"]}
+    for row in sleeping["rows"]:
+        if "W x V" not in row["name"] and row["name"] != "ours, M = N/2":
+            median, low, high = milliseconds(row)
+            own = f"{alone[row['name']]:.0f}" if row["name"] in alone else "-"
+            cells.append(
+                [row["name"], estimate(median, [low, high]), f"{1000 * row['model']:.1f}", f"{base / median:.1f}", own]
+            )
+    header = ["24 environments: 3 ms a step, 100 ms more in 1% of them", "ms a step of all [quartiles]", "model"]
+    lines = [*table([*header, "to AsyncVectorEnv", "µs an environment step that takes no time"], cells), ""]
+    lines += [
+        "N environments, of which `--ready-batch` M are waited for; 8 in the last column. [Sizes, layouts, a worker"
+    ]
+    lines += ["killed every 5 s, where the time goes](benchmarks/results/env_pools/env_pools.md)."]
+    return [*lines, *sources([sleeping, overhead]), ""]
+
+
+def render(text: str) -> str:
+    """The README with its results made anew."""
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    sections = [*speed_section(), *learning_section(), *inference_section(), *rollout_section(), *pool_section()]
+    return "\n".join([before + BEGIN, "", *sections, END + after])
+
+
+def main(path: Path = README) -> None:
+    path.write_text(render(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""A table, learning curves and verdicts from run folders: ./run.sh report RUNS... --out DIR.
+
+Reads only `config.json` and `metrics.jsonl`, so the runs of any machine can be put together. Writes `report.md`,
+`report.json` and `learning_curves.png`. A run that did not come to its end is listed, and left out of all means.
+"""
+
+import csv
+import json
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+
+from benchmarks import plots, runs, stats
+from benchmarks.programs import ROOT, fail
+from benchmarks.results import describe, estimate, provenance, table
+
+REFERENCE = ROOT / "benchmarks" / "reference" / "scores.csv"
+SAME_BUDGET = 0.9  # ratio of steps from which budgets count as the same
+BINS = 50  # of a learning curve
+AXES = {"global_step": "environment steps", "seconds": "wall time (s)"}
+EAGER, COMPILED = ("eager", "lean"), ("compile", "compile+cudagraphs", "cudagraphs")
+INTRODUCTION = f"""
+The return of a run is the mean training return of its last {runs.LAST_EPISODES} episodes. IQM: interquartile mean over
+the seeds, with its 95 % bootstrap interval. Verdict: where our mean lies to CleanRL's mean ± standard deviation, if the
+budget is the same. Steps/s: of the second half of a run. Minutes: from the start of the training, compiling included.
+""".strip()
+AGREEMENT = {True: "no difference seen", False: "they differ", None: "too few seeds"}
+OWN = ("env_id", "seed", "run_dir", "resume", "exp_name", "tensorboard", "track", "checkpoint_every")  # no settings
+
+
+@dataclass
+class Options:
+    runs: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUNS...")
+    ]  # folders, searched deeply
+    out: Path = Path("runs/report")  # folder to write the report into
+
+
+def read_reference() -> dict[tuple[str, str], dict]:
+    """CleanRL's scores by (script, environment)."""
+    with REFERENCE.open() as file:
+        return {(row["script"], row["env_id"]): row for row in csv.DictReader(file)}
+
+
+def settings(run: runs.Run) -> str:
+    """What a run was set to, apart from what tells runs of one group from each other, to compare and to show."""
+    return json.dumps({name: value for name, value in run.args.items() if name not in OWN}, sort_keys=True)
+
+
+def verdict(mean: float, steps: int, row: dict | None) -> tuple[dict | None, str]:
+    """(published row, where our mean lies): above, within or below the published mean ± standard deviation."""
+    if row is None:
+        return None, "no published score"
+    published = {"mean": float(row["mean_return"]), "std": float(row["std"] or 0), "seeds": int(row["seeds"])}
+    published |= {"total_timesteps": int(row["total_timesteps"]), "source": f"CleanRL, {row['source_in_cleanrl_repo']}"}
+    if not SAME_BUDGET <= steps / published["total_timesteps"] <= 1 / SAME_BUDGET:
+        return published, f"not comparable: {published['total_timesteps']:,} steps"
+    low, high = published["mean"] - published["std"], published["mean"] + published["std"]
+    return published, "above" if mean > high else "below" if mean < low else "within"
+
+
+def steady_speed(run: runs.Run) -> float:
+    """Environment steps per second of the second half of a run, start and compilation apart."""
+    half = len(run.lines) // 2
+    first, last = run.lines[half], run.lines[-1]
+    if first is last:
+        return run.steps / run.seconds if run.seconds else 0.0
+    return (last["global_step"] - first["global_step"]) / max(last["seconds"] - first["seconds"], 1e-9)
+
+
+def interval(strata: list, statistic) -> list[float] | None:
+    """Ends of the 95 % bootstrap interval; None where some stratum has one run only, from which there is none."""
+    if min(map(len, strata)) < 2:
+        return None
+    return [float(end) for end in stats.bootstrap(strata, statistic)]
+
+
+def summarize_group(key: tuple[str, str, str], group: list[runs.Run], reference: dict) -> tuple[dict, list[runs.Run]]:
+    """(row of the table, runs that it rests on) of the runs of one script, environment and variant."""
+    whole = [run for run in group if run.is_complete and not np.isnan(runs.final_return(run))]
+    kept, doubles = runs.one_per_seed(whole)
+    left_out = [(run, "; ".join(run.problems) or "no whole run") for run in group if run not in whole]
+    left_out += [(run, f"seed {run.seed} is there twice") for run in doubles]
+    row = dict(zip(("script", "env_id", "variant"), key, strict=True))
+    row["left_out"] = [{"run": run.dir.name, "why": why} for run, why in left_out]
+    row["notes"] = [f"{run.dir.name}: {'; '.join(run.problems)}" for run in kept if run.problems]
+    if len({settings(run) for run in kept}) > 1:
+        row["notes"].append("the runs of this row differ in their settings")
+    if not kept:
+        return row | {"seeds": []}, []
+    scores = np.array([runs.final_return(run) for run in kept])
+    steps, mean = int(np.median([run.steps for run in kept])), float(scores.mean())
+    row |= {"seeds": [run.seed for run in kept], "scores": scores.tolist(), "iqm": float(stats.iqm(scores))}
+    row |= {"interval": interval([scores], stats.pooled_iqm), "mean": mean, "std": float(scores.std()), "steps": steps}
+    row["minutes"] = float(np.median([run.seconds for run in kept]) / 60)
+    row["steps_per_second"] = float(np.median([steady_speed(run) for run in kept]))
+    row["published"], row["verdict"] = verdict(mean, steps, reference.get(key[:2]))
+    row["commits"] = sorted({str(run.config.get("commit")) for run in kept})
+    row["versions"] = kept[0].config.get("versions", {})
+    row["cores"], row["device"] = kept[0].config.get("cores"), kept[0].config.get("device")
+    return row, kept
+
+
+def compare(rows: list[dict]) -> list[dict]:
+    """Eager against compiled, for each script and environment of which there are both: scores and speed."""
+    pairs = []
+    for eager, compiled in product(rows, rows):
+        is_pair = eager["variant"] in EAGER and compiled["variant"] in COMPILED and eager["seeds"] and compiled["seeds"]
+        if not is_pair or any(eager[name] != compiled[name] for name in ("script", "env_id")):
+            continue
+        ends = interval([eager["scores"], compiled["scores"]], stats.difference_of_iqms)
+        pair = {"script": eager["script"], "env_id": eager["env_id"], "eager": eager["variant"]}
+        pair |= {"compiled": compiled["variant"], "difference": compiled["iqm"] - eager["iqm"]}
+        pair |= {"interval": ends, "agree": ends and ends[0] <= 0 <= ends[1]}
+        pair["speed_ratio"] = compiled["steps_per_second"] / eager["steps_per_second"]
+        pairs.append(pair)
+    return pairs
+
+
+def draw_panel(axis, members: dict[str, list[runs.Run]], position: str) -> None:
+    """Curves of the variants of one script and environment against steps or seconds, with bands over the seeds."""
+    for variant, kept in members.items():
+        ends = [run.steps if position == "global_step" else run.seconds for run in kept]
+        # Runs take different times: a curve is drawn as far as all its runs go
+        edges = np.linspace(0, min(ends), BINS + 1)
+        curves = np.stack([runs.learning_curve(run, edges, position) for run in kept])
+        known = ~np.isnan(curves).any(0)
+        band = stats.bootstrap([curves[:, known]]) if len(kept) > 1 and known.any() else None
+        name = f"{plots.label(variant)} ({len(kept)} seeds)" if len(kept) > 1 else f"{plots.label(variant)} (1 seed)"
+        plots.draw_curve(axis, edges[1:][known], stats.iqm(curves)[known], variant, name, band)
+
+
+def draw_curves(panels: dict[tuple[str, str], dict[str, list[runs.Run]]], reference: dict, path: Path) -> None:
+    """One row of panels for each script and environment: return against steps, and against wall time."""
+    with plots.figure(path, rows=len(panels), columns=len(AXES)) as axes:
+        for panel_row, (key, members) in zip(axes, panels.items(), strict=True):
+            for axis, (position, x) in zip(panel_row, AXES.items(), strict=True):
+                draw_panel(axis, members, position)
+                plots.describe_axis(axis, f"{key[0]} on {key[1]}", x, "episode return")
+                longest = max(run.steps for kept in members.values() for run in kept)
+                published, place = verdict(0.0, longest, reference.get(key))
+                if published and not place.startswith("not"):
+                    axis.axhline(
+                        published["mean"], color="#777777", linestyle="--", linewidth=1, label="CleanRL's score"
+                    )
+                axis.legend()
+
+
+def score_cells(row: dict) -> list[str]:
+    """A row of the table of scores."""
+    start = [row["script"], row["env_id"], row["variant"], len(row["seeds"])]
+    if not row["seeds"]:
+        return [*start, *["-"] * 7]
+    published, theirs = row["published"], "-"
+    if published:
+        theirs = f"{published['mean']:,.1f} ± {published['std']:,.1f} ({published['seeds']} seeds)"
+    ours = [f"{row['steps']:,}", estimate(row["iqm"], row["interval"]), f"{row['mean']:,.1f} ± {row['std']:,.1f}"]
+    return [*start, *ours, theirs, row["verdict"], f"{row['steps_per_second']:,.0f}", f"{row['minutes']:.1f}"]
+
+
+def pair_cells(pair: dict) -> list[str]:
+    """A row of the table of eager against compiled."""
+    compared, difference = f"{pair['compiled']} less {pair['eager']}", (pair["difference"], pair["interval"])
+    cells = [pair["script"], pair["env_id"], compared, estimate(*difference, "+,.1f"), AGREEMENT[pair["agree"]]]
+    return [*cells, f"{pair['speed_ratio']:.2f}x"]
+
+
+def listing(title: str, items: list[str]) -> list[str]:
+    """A headed list, if it has items."""
+    return [f"## {title}", "", *[f"- {item}" for item in items], ""] if items else []
+
+
+def markdown(report: dict) -> str:
+    """The report as Markdown."""
+    rows, header = report["rows"], ["script", "environment", "variant", "seeds", "steps", "return: IQM [95 %]"]
+    header += ["mean ± std", "CleanRL", "verdict", "steps/s", "minutes"]
+    lines = ["# Report", "", INTRODUCTION, "", *table(header, [score_cells(row) for row in rows]), ""]
+    lines += ["![learning curves](learning_curves.png)", ""] if any(row["seeds"] for row in rows) else []
+    if report["pairs"]:
+        header = ["script", "environment", "compared", "difference of IQMs [95 %]", "verdict", "speed"]
+        lines += ["## Eager against compiled", "", *table(header, [pair_cells(x) for x in report["pairs"]]), ""]
+    lines += listing("Left out", [f"{row['script']}, {x['run']}: {x['why']}" for row in rows for x in row["left_out"]])
+    names = [(f"{row['script']}, {row['env_id']}, {row['variant']}", row["notes"]) for row in rows]
+    lines += listing("Notes", [f"{name}: {note}" for name, notes in names for note in notes])
+    return "\n".join([*lines, f"Reported {describe(report['provenance'])}", ""])
+
+
+def write_report(folders: list[Path], out: Path) -> dict:
+    """Write the report of all runs in these folders into `out`; returns what went into its JSON."""
+    found = runs.find_runs(folders)
+    if not found:
+        fail(f"no runs in {', '.join(map(str, folders))}")
+    reference, rows, panels = read_reference(), [], {}
+    for key, group in runs.groups(found).items():
+        row, kept = summarize_group(key, group, reference)
+        rows.append(row)
+        if kept:
+            panels.setdefault(key[:2], {})[key[2]] = kept
+    report = {"provenance": provenance(), "rows": rows, "pairs": compare(rows)}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if panels:
+            draw_curves(panels, reference, out / "learning_curves.png")
+        (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        (out / "report.md").write_text(markdown(report))
+    except OSError as error:
+        fail(f"can't write to {out}: {error.strerror}")
+    return report
+
+
+def main(options: Options) -> None:
+    missing = [str(folder) for folder in options.runs if not folder.is_dir()]
+    if missing or not options.runs:
+        fail(f"there is no folder {', '.join(missing)}" if missing else "name at least one folder of runs")
+    report = write_report(list(options.runs), options.out)
+    print(markdown(report))
+    print(f"written to {options.out}: report.md, report.json, learning_curves.png")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, prog="./run.sh report", description=__doc__))

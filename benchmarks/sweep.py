@@ -1,0 +1,221 @@
+"""Run scripts x variants x environments x seeds, as a user would, and report on them: ./run.sh sweep.
+
+Every run is a fresh process with a folder of its own under OUT/runs and its output under OUT/output. The journal,
+OUT/journal.jsonl, gets a line when a run starts and when it ends, at once on disk: whatever ends the sweep, --resume
+goes on without repeating a finished run; failed and broken-off runs start anew. At the end OUT/report is written.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from tqdm import tqdm
+
+from benchmarks import processes, report, runs
+from benchmarks.programs import SCRIPTS, check_known, command, default_variants, fail, load_script, pairs
+
+TAIL = 8192  # bytes at the end of a log in which its last whole line is found
+
+
+@dataclass
+class Options:
+    scripts: tuple[str, ...] = ()  # pairs, by the names of their eager twins; by default all
+    variants: tuple[Literal["eager", "lean", "compile", "compile+cudagraphs"], ...] = ()  # by default those of use here
+    seeds: tuple[int, ...] = (21, 31, 41)  # LeanRL's seeds
+    env_ids: tuple[str, ...] = ()  # environments for every script; by default each script's own
+    total_timesteps: int = 50_000  # environment steps of each run
+    jobs: int = 1  # runs side by side, each on its own share of the CPU cores
+    timeout: float = 14_400.0  # seconds after which a run is ended and counts as failed
+    flags: str = ""  # more flags for all runs, as in --flags="--num-envs 8"
+    resume: bool = False  # go on with the sweep in OUT
+    out: Path = Path("runs/sweep")  # folder of the sweep
+
+
+@dataclass(eq=False)
+class Job:
+    """One run of the plan, and its process while it runs."""
+
+    name: str
+    arguments: list[str]
+    child: processes.Child | None = None
+
+
+class Journal:
+    """What was started and how it ended, a line each, written through to the disk before anything else happens."""
+
+    def __init__(self, path: Path, settings: dict, resume: bool):
+        self.path, self.states = path, {}
+        lines = read_journal(path)
+        if lines and not resume:
+            fail(f"{path.parent} holds a sweep; --resume goes on with it, --out names another folder")
+        if lines and lines[0] != {"settings": settings}:
+            fail(f"the sweep in {path.parent} was started with {json.dumps(lines[0].get('settings'))}")
+        for line in lines[1:]:
+            self.states[line["run"]] = line["state"]
+        self.file = path.open("a")
+        if lines:
+            self.file.write("\n")  # the last line may have been cut off
+        else:
+            self.write({"settings": settings})
+
+    def write(self, line: dict) -> None:
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def note(self, name: str, state: str, **more) -> None:
+        self.states[name] = state
+        self.write({"run": name, "state": state, "time": time.strftime("%Y-%m-%d %H:%M:%S"), **more})
+
+    def count(self, state: str) -> int:
+        return sum(x == state for x in self.states.values())
+
+
+def read_journal(path: Path) -> list[dict]:
+    """The whole lines of a journal."""
+    lines = []
+    for text in path.read_text().splitlines() if path.exists() else ():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    return lines
+
+
+def plan(options: Options) -> list[Job]:
+    """All runs in their order: seed by seed, so that a sweep broken off has some of everything."""
+    jobs = []
+    scripts, variants = options.scripts or pairs(), options.variants or default_variants()
+    for seed, script in product(options.seeds, scripts):
+        own = load_script(SCRIPTS / f"{script}.py").Args.env_id
+        for env_id, variant in product(options.env_ids or (own,), variants):
+            name = f"{env_id}__{script}__{variant}__{seed}".replace("/", "_").replace(":", "_")
+            flags = ["--seed", seed, "--env-id", env_id, "--total-timesteps", options.total_timesteps]
+            folder = ["--run-dir", (options.out / "runs" / name).resolve()]
+            arguments = [*command(script, variant), *flags, *shlex.split(options.flags), *folder]
+            jobs.append(Job(name, [str(x) for x in arguments]))
+    return jobs
+
+
+def share_of_cores(slot: int, slots: int) -> set[int] | None:
+    """The CPU cores of one of the jobs that run side by side; None, all of them, if it runs alone."""
+    cores = sorted(os.sched_getaffinity(0))
+    if slots == 1:
+        return None
+    return set(cores[slot::slots]) or {cores[slot % len(cores)]}
+
+
+def last_step(log: Path) -> int:
+    """Environment steps that a run has taken so far, by the last whole line of its log."""
+    if not log.exists():
+        return 0
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL))
+        lines = [runs.parse_line(text) for text in file.read().decode(errors="replace").splitlines()]
+    return next((int(line["global_step"]) for line in reversed(lines) if line), 0)
+
+
+def start(job: Job, slot: int, options: Options, journal: Journal) -> None:
+    """Start a run in an empty folder."""
+    shutil.rmtree(options.out / "runs" / job.name, ignore_errors=True)
+    journal.note(job.name, "started")
+    cores = share_of_cores(slot, options.jobs)
+    job.child = processes.start(job.arguments, options.out / "output" / f"{job.name}.txt", cores)
+
+
+def ended(job: Job, options: Options, journal: Journal) -> bool:
+    """Whether a run has ended, or had to be; notes how, and shows the last lines of a failed one."""
+    code, why = job.child.poll(), None
+    if code is None:
+        if time.perf_counter() - job.child.started < options.timeout:
+            return False
+        job.child.stop(signal.SIGTERM)
+        why = f"ended after {options.timeout:g} s, its time limit"
+    elif code != 0:
+        why = f"exit code {code}" if code > 0 else f"killed by signal {-code}"
+    resources = {"seconds": round(job.child.seconds, 1), **job.child.resources()}
+    journal.note(job.name, "finished" if why is None else "failed", **resources, **({"why": why} if why else {}))
+    if why is not None:
+        tqdm.write(f"failed: {job.name}, {why}; its last lines:\n{indented(job.child.last_lines())}")
+    return True
+
+
+def indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def run_all(jobs: list[Job], options: Options, journal: Journal) -> None:
+    """Run what has not finished yet, a job in each slot, until all have ended."""
+    waiting = [job for job in jobs if journal.states.get(job.name) != "finished"]
+    slots: list[Job | None] = [None] * options.jobs
+    done = len(jobs) - len(waiting)
+    with tqdm(total=len(jobs) * options.total_timesteps, unit=" steps", unit_scale=True) as bar:
+        try:
+            while waiting or any(slots):
+                for i, job in enumerate(slots):
+                    if job is not None and ended(job, options, journal):
+                        slots[i], done = None, done + 1
+                    if slots[i] is None and waiting:
+                        slots[i] = waiting.pop(0)
+                        start(slots[i], i, options, journal)
+                steps = sum(last_step(options.out / "runs" / job.name / "metrics.jsonl") for job in slots if job)
+                bar.n = done * options.total_timesteps + steps
+                bar.set_postfix_str(f"{journal.count('finished')}/{len(jobs)} runs, {journal.count('failed')} failed")
+                time.sleep(0.5)
+        finally:
+            running = [job.child for job in slots if job and job.child]  # none, but after Ctrl-C
+            for child in running:
+                child.ask(signal.SIGTERM)
+            for child in running:
+                child.stop()
+
+
+def check(options: Options) -> None:
+    """Refuse what can't work."""
+    check_known("script", options.scripts, pairs())
+    for name in ("jobs", "timeout", "total_timesteps"):
+        if getattr(options, name) <= 0:
+            fail(f"--{name.replace('_', '-')} must be more than 0")
+    if not options.seeds:
+        fail("--seeds: name at least one")
+    try:
+        for folder in ("runs", "output"):
+            (options.out / folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"can't write to {options.out}: {error.strerror}")
+
+
+def main(options: Options) -> int:
+    check(options)
+    settings = {"total_timesteps": options.total_timesteps, "flags": options.flags}
+    journal = Journal(options.out / "journal.jsonl", settings, options.resume)
+    jobs = plan(options)
+    tqdm.monitor_interval = 0  # no thread of its own: processes are started by forking
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        run_all(jobs, options, journal)
+    except KeyboardInterrupt:
+        print(f"\nstopped; the same command with --resume goes on with {options.out}", file=sys.stderr)
+        return 130
+    failed = [job for job in jobs if journal.states[job.name] == "failed"]
+    if len(failed) < len(jobs):
+        result = report.write_report([options.out / "runs"], options.out / "report")
+        print(report.markdown(result))
+        print(f"written to {options.out / 'report'}")
+    for job in failed:
+        print(f"failed: {job.name}; its output: {options.out / 'output' / job.name}.txt", file=sys.stderr)
+    print(f"{len(jobs) - len(failed)} of {len(jobs)} runs finished")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, prog="./run.sh sweep", description=__doc__)))
