@@ -1,0 +1,60 @@
+"""Synthetic run folders, and the benchmarks' programs as a user calls them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.programs import ROOT, SCRIPTS, load_script
+
+
+def make_line(step: int, episode_return: float | None, episodes: int | None = None, speed: float = 1000) -> dict:
+    """A line of a log at a speed in steps/s."""
+    line = {"global_step": step, "seconds": step / speed, "charts/SPS": speed, "losses/value_loss": 0.1}
+    if episode_return is not None:
+        line |= {"charts/episodic_return": episode_return, "charts/episodic_length": 100}
+    return line | ({"charts/episodes": episodes} if episodes is not None else {})
+
+
+def make_run(folder: Path, lines: list, *, script: str = "ppo.py", seed: int = 1, total: int = 1000, **config) -> Path:
+    """A run folder; a line may also be a string, to be written as it stands."""
+    folder.mkdir(parents=True)
+    args = {"env_id": "CartPole-v1", "seed": seed, "total_timesteps": total, **config.pop("args", {})}
+    text = {
+        "script": script,
+        "args": args,
+        "device": "cpu",
+        "commit": "c0ffee",
+        "versions": {"torch": "2.13.0"},
+        **config,
+    }
+    (folder / "config.json").write_text(json.dumps(text))
+    rows = [line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines]
+    (folder / "metrics.jsonl").write_text("".join(rows))
+    return folder
+
+
+def toy_flags(script: str, total: int = 600) -> list[str]:
+    """Flags with which a script, whichever it is, makes some updates within a second or two."""
+    fields = load_script(SCRIPTS / f"{script}.py").Args.__dataclass_fields__
+    toy = {"num_steps": 32, "num_minibatches": 2, "update_epochs": 2, "learning_starts": 100, "batch_size": 16}
+    toy |= {"buffer_size": 1000, "log_every": 50, "total_timesteps": total}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in toy.items() if name in fields]
+    return [*flags, "--no-tensorboard"]
+
+
+def benchmark(name: str, *flags, timeout: float = 120, **options) -> subprocess.CompletedProcess:
+    """Run `python -m benchmarks.NAME FLAGS` to its end."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, flags)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options)
+
+
+def refusal(function, options, capsys) -> str:
+    """The one line with which a call ends, with exit code 2."""
+    with pytest.raises(SystemExit) as end:
+        function(options)
+    line = capsys.readouterr().err
+    assert end.value.code == 2 and line.startswith("error: ") and line.count("\n") == 1
+    return line

@@ -1,0 +1,464 @@
+"""PPO for Atari games: what EnvPool does is understood, scores are true, and both ways to step the games are one."""
+
+import json
+import math
+import signal
+from functools import partial
+from typing import NamedTuple
+
+import envpool
+import helpers
+import numpy as np
+import pytest
+import torch
+import tyro
+from helpers import load
+from torch import nn
+from torch._dynamo.utils import counters
+
+from benchmarks.evaluate import EVALUATION, Options, evaluate
+
+EAGER, COMPILED = "ppo_atari_envpool", "ppo_atari_envpool_torchcompile"
+SCRIPT = load(EAGER)
+SMALL = {
+    "env_id": "Breakout-v5", "num_envs": 2, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2,
+    "total_timesteps": 128, "device": "cpu", "tensorboard": False,
+}  # fmt: skip
+UNCOMPILED = {EAGER: {}, COMPILED: {"compile": False}}
+each_script = pytest.mark.parametrize("name", [EAGER, COMPILED])
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Train in this process, each time in a folder of its own: name, settings -> Outcome."""
+    folders = (tmp_path / f"run{i}" for i in range(100))
+    return lambda name=EAGER, **settings: helpers.call(name, **SMALL | {"run_dir": str(next(folders))} | settings)
+
+
+class Played:
+    """What the games of a run were sent: their seeds, actions (steps of the run, N), and the order of all calls."""
+
+    def __init__(self):
+        self.seeds, self.sent, self.calls = [], {}, []
+
+    @property
+    def actions(self) -> np.ndarray:
+        return np.concatenate([np.stack(actions) for _, actions in sorted(self.sent.items())], axis=1)
+
+
+@pytest.fixture
+def play(train, monkeypatch):
+    """Train and record -> Outcome, Played."""
+
+    def play(**settings):
+        envs, played = SCRIPT.Envs, Played()
+        init, send, recv = envs.__init__, envs.send, envs.recv
+
+        def record_init(self, args, seeds):
+            played.seeds = seeds
+            init(self, args, seeds)
+
+        def record_send(self, pool, action):
+            played.calls.append(("send", pool))
+            played.sent.setdefault(pool, []).append(action.copy())
+            send(self, pool, action)
+
+        def record_recv(self, pool):
+            played.calls.append(("recv", pool))
+            return recv(self, pool)
+
+        with monkeypatch.context() as patch:
+            for name, function in ("__init__", record_init), ("send", record_send), ("recv", record_recv):
+                patch.setattr(envs, name, function)
+            return train(**settings), played
+
+    return play
+
+
+@pytest.fixture
+def short_games(monkeypatch):
+    """Truncate games after so many steps, for which the scripts have no setting."""
+
+    def shorten(steps: int) -> None:
+        monkeypatch.setattr(envpool, "make_gymnasium", partial(envpool.make_gymnasium, max_episode_steps=steps))
+
+    return shorten
+
+
+class Replay(NamedTuple):
+    """What EnvPool itself gives for the actions of a run: (T + 1, N, 4, 84, 84) and (T, N) of all its steps."""
+
+    obs: np.ndarray
+    reward: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    points: np.ndarray
+    game_over: np.ndarray
+
+    @property
+    def valid(self) -> np.ndarray:
+        """Whether a row is a step and no reset."""
+        done = self.terminated | self.truncated
+        return np.concatenate([np.ones_like(done[:1]), ~done[:-1]])
+
+
+def replay(played: Played, env_id: str = "Breakout-v5", frame_skip: int = 4) -> Replay:
+    """All games in one pool that waits for all of them, by EnvPool's own names."""
+    settings = {"episodic_life": True, "reward_clip": True, "frame_skip": frame_skip}
+    games = envpool.make_gymnasium(env_id, num_envs=len(played.seeds), seed=played.seeds, **settings)
+    obs, rows = [games.reset()[0]], []
+    for action in played.actions:
+        next_obs, reward, terminated, truncated, info = games.step(action.astype(np.int32))
+        obs.append(next_obs)
+        rows.append((reward, terminated, truncated, info["reward"], info["terminated"] == 1))
+    return Replay(np.stack(obs), *(np.stack(column) for column in zip(*rows, strict=True)))
+
+
+# Scores
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        ({"env_id": "Pong-v5", "frame_skip": 8, "num_steps": 128, "update_epochs": 1, "total_timesteps": 1280}, None),
+        ({"env_id": "Asterix-v5", "num_steps": 64, "update_epochs": 1, "total_timesteps": 640}, None),
+        ({"total_timesteps": 512, "num_envs": 3, "num_minibatches": 1}, 30),
+    ],
+    ids=["Pong", "lives", "truncated"],
+)
+def test_log_has_the_scores_of_whole_games(play, short_games, settings, limit):
+    """Counted straight from EnvPool, step by step: points before clipping, over lives, up to a game's true end."""
+    if limit:
+        short_games(limit)
+    run, played = play(**settings)
+    settings = SMALL | settings
+    games, num_steps = replay(played, settings["env_id"], settings.get("frame_skip", 4)), settings["num_steps"]
+    score, length, steps, ended = np.zeros(len(played.seeds)), np.zeros(len(played.seeds)), 0, []
+    total = 0
+    for t in range(len(games.reward)):
+        score += games.points[t]
+        length += games.valid[t]
+        steps += games.valid[t].sum()
+        for i in np.flatnonzero(games.game_over[t] | games.truncated[t]):
+            ended.append((score[i], length[i]))
+            score[i] = length[i] = 0
+        if (t + 1) % num_steps == 0:
+            line = run.lines[t // num_steps]
+            assert line["global_step"] == steps
+            assert line.get("charts/episodes", 0) == len(ended)
+            if ended:
+                logged = line["charts/episodic_return"], line["charts/episodic_length"]
+                assert logged == pytest.approx(tuple(np.mean(ended, axis=0)))
+            total, ended = total + len(ended), []
+    assert total >= 1
+    lost_lives = (games.terminated & ~games.game_over).sum()
+    assert games.truncated.any() == bool(limit) and (lost_lives > 0) == (settings["env_id"] != "Pong-v5")
+    assert (games.points != games.reward).any() == (settings["env_id"] == "Asterix-v5")
+
+
+# What is learnt from
+
+
+def test_learns_from_what_the_games_gave(play, monkeypatch):
+    """Rewards, both kinds of ends, and valid rows; a lost life is an end to learn from, its reset is no row."""
+    rollouts, gae = [], SCRIPT.gae
+    monkeypatch.setattr(SCRIPT, "gae", lambda *args: (rollouts.append([x.clone() for x in args[:5]]), gae(*args))[1])
+    _, played = play(env_id="Asterix-v5", total_timesteps=640, num_steps=64, update_epochs=1)
+    games = replay(played, "Asterix-v5")
+    reward, _, terminated, truncated, valid = (torch.cat(parts).numpy() for parts in zip(*rollouts, strict=True))
+    np.testing.assert_array_equal(reward, games.reward)
+    np.testing.assert_array_equal(terminated, games.terminated)
+    np.testing.assert_array_equal(truncated, games.truncated)
+    np.testing.assert_array_equal(valid, games.valid)
+    assert games.reward.max() == 1 and (games.terminated & ~games.game_over).any()
+
+
+@pytest.mark.parametrize("async_envs", [False, True])
+def test_policy_sees_the_stacks_of_envpool(play, monkeypatch, async_envs):
+    """Frames travel one by one; from rollout to rollout, after lost lives and in new games they make EnvPool's stacks.
+
+    After the last step of a rollout the policy sees the stack whose value it takes, and at once again to go on.
+    """
+    seen, forward = [], SCRIPT.ActorCritic.forward
+    record = lambda self, obs: (torch.is_grad_enabled() or seen.append(obs.clone()), forward(self, obs))[1]  # noqa: E731
+    monkeypatch.setattr(SCRIPT.ActorCritic, "forward", record)
+    steps, size = 64, 4
+    _, played = play(num_envs=size, total_timesteps=size * steps * 4, num_steps=steps, async_envs=async_envs)
+    games = replay(played)
+    parts = 2 if async_envs else 1
+    stacks = torch.stack(seen).view(4, steps + 1, parts, size // parts, 21, 21, 64).flatten(2, 3)
+    for i, rollout in enumerate(stacks):
+        for t, stack in enumerate(rollout):
+            assert torch.equal(stack, SCRIPT.space_to_depth(torch.from_numpy(games.obs[i * steps + t])))
+    assert games.game_over.any() and (games.terminated & ~games.game_over).any()
+
+
+@each_script
+def test_nothing_is_learnt_from_a_reset(train, monkeypatch, name):
+    """Its row shows the last frame of the game that is over, which so makes no difference to anything."""
+    runs, recv, spoilt = [], load(name).Envs.recv, []
+    for value in (0, 200):
+
+        def spoil(self, pool, value=value):
+            frame, reward, terminated, truncated, points, game_over = recv(self, pool)
+            frame[game_over, :84] = value
+            spoilt.extend(np.flatnonzero(game_over))
+            return frame, reward, terminated, truncated, points, game_over
+
+        monkeypatch.setattr(load(name).Envs, "recv", spoil)
+        runs.append(train(name, num_steps=64, num_envs=4, total_timesteps=1024, update_epochs=1, **UNCOMPILED[name]))
+    assert len(spoilt) >= 4 and runs[0].metrics() == runs[1].metrics()
+
+
+@each_script
+def test_first_update_sees_the_policy_that_collected(train, name):
+    """The log-probabilities and stacks of a rollout are those of its batch: the ratio is 1 in the first minibatch.
+
+    Not by a policy that stays the same: after an update it is the new one that collects.
+    """
+    settings = {"num_minibatches": 1, "update_epochs": 1, "learning_rate": 1e-2}
+    lines = train(name, **settings, **UNCOMPILED[name]).lines
+    assert len({line["losses/entropy"] for line in lines}) == len(lines) > 2
+    for line in lines:
+        assert abs(line["losses/approx_kl"]) < 1e-5 and abs(line["losses/old_approx_kl"]) < 1e-4
+        assert line["losses/clipfrac"] == 0
+
+
+def test_actions_are_drawn_with_the_probabilities_of_the_policy(play, monkeypatch):
+    """By a policy that does not look at the frames; each frequency is within four standard deviations."""
+    probabilities, init = torch.tensor([0.6, 0.25, 0.05, 0.1]), SCRIPT.ActorCritic.__init__
+
+    def set_policy(self, *args):
+        init(self, *args)
+        nn.init.zeros_(self.actor.weight)
+        self.actor.bias.data = probabilities.log()
+
+    monkeypatch.setattr(SCRIPT.ActorCritic, "__init__", set_policy)
+    _, played = play(num_envs=8, total_timesteps=1024, num_steps=64, update_epochs=1, learning_rate=0.0)
+    frequencies = np.bincount(played.actions.reshape(-1), minlength=4) / played.actions.size
+    deviation = np.sqrt(probabilities * (1 - probabilities) / played.actions.size).numpy()
+    assert (np.abs(frequencies - probabilities.numpy()) < 4 * deviation).all()
+
+
+def test_value_is_that_of_the_policy_that_collected(train, monkeypatch):
+    """Also that after the last step; in the next rollout, values are new ones."""
+    values, gae, agents = [], SCRIPT.gae, []
+    monkeypatch.setattr(SCRIPT, "gae", lambda *args: (values.append(args[1].clone()), gae(*args))[1])
+    forward = SCRIPT.ActorCritic.forward
+
+    def record(self, obs):
+        log_probs, value = forward(self, obs)
+        if not torch.is_grad_enabled():
+            agents.append(value.clone())
+        return log_probs, value
+
+    monkeypatch.setattr(SCRIPT.ActorCritic, "forward", record)
+    train(async_envs=False)
+    assert torch.equal(torch.stack(agents), torch.cat(values))
+
+
+# Both ways to step the games
+
+
+def test_halves_play_what_all_at_once_play(play):
+    """Each game takes exactly `num_steps` steps in a rollout, in order, by the same actions, however it is waited for.
+
+    Half a batch may round another way, which would not matter here for many more steps than these.
+    """
+    settings = {"num_envs": 4, "num_steps": 32, "total_timesteps": 4 * 32 * 4}
+    (halves, played), (whole, other) = (play(async_envs=async_envs, **settings) for async_envs in (True, False))
+    assert set(played.sent) == {0, 1} and set(other.sent) == {0}
+    assert played.seeds == other.seeds
+    np.testing.assert_array_equal(played.actions, other.actions)
+    for a, b in zip(halves.metrics(), whole.metrics(), strict=True):
+        assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
+    for pool in (0, 1):
+        calls = [name for name, i in played.calls if i == pool]
+        assert calls == ["recv", *["send", "recv"] * 32 * 4]
+    # Within a rollout one half has been sent its actions before the other one is waited for
+    first = played.calls[2:][: 4 * 32]
+    assert first[:5] == [("send", 0), ("send", 1), ("recv", 0), ("send", 0), ("recv", 1)]
+
+
+def test_an_odd_number_of_games_plays_at_once(play):
+    assert set(play(num_envs=3)[1].sent) == {0}
+
+
+# The network
+
+
+def test_network_is_the_nature_cnn():
+    """On pixels from 0 to 1, with the first layer's weights moved back to where blocks came from."""
+    agent = SCRIPT.ActorCritic(5)
+    frames = torch.randint(256, (3, 4, 84, 84), dtype=torch.uint8)
+    first = nn.Conv2d(4, 32, 8, stride=4)
+    layers = [first, nn.Conv2d(32, 64, 4, stride=2), nn.Conv2d(64, 64, 3)]
+    weight = agent.conv1.weight.detach().view(32, 4, 4, 4, 2, 2)  # frame, row and column in a block, block
+    first.weight.data = weight.permute(0, 1, 4, 2, 5, 3).reshape(32, 4, 8, 8)
+    first.bias.data = agent.conv1.bias.data
+    layers[1].load_state_dict(agent.conv2.state_dict())
+    layers[2].load_state_dict(agent.conv3.state_dict())
+    x = frames / 255
+    for layer in layers:
+        x = layer(x).relu()
+    hidden = agent.hidden.weight.detach().view(512, 7, 7, 64).permute(0, 3, 1, 2).flatten(1)
+    x = (x.flatten(1) @ hidden.T + agent.hidden.bias).relu()
+    log_probs, value = agent(SCRIPT.space_to_depth(frames))
+    torch.testing.assert_close(log_probs, agent.actor(x).log_softmax(1))
+    torch.testing.assert_close(value, agent.critic(x).squeeze(1))
+    for layer, gain in (agent.conv1, 2**0.5), (agent.hidden, 2**0.5), (agent.actor, 0.01), (agent.critic, 1.0):
+        rows = layer.weight.detach().flatten(1)
+        torch.testing.assert_close(rows @ rows.T, gain**2 * torch.eye(len(rows)), atol=1e-4, rtol=1e-4)
+
+
+def test_bfloat16_rounds_the_network_only(train):
+    """Its outputs are near those of float32; weights, optimizer and the losses stay float32."""
+    torch.manual_seed(1)
+    exact, rounded = SCRIPT.ActorCritic(5), SCRIPT.ActorCritic(5, torch.bfloat16)
+    rounded.load_state_dict(exact.state_dict())
+    frames = torch.randint(256, (16, 21, 21, 64), dtype=torch.uint8)
+    for a, b in zip(exact(frames), rounded(frames), strict=True):
+        assert b.dtype == torch.float32 and not torch.equal(a, b)
+        torch.testing.assert_close(a, b, atol=0.02, rtol=0.02)
+    run = train(bf16=True, total_timesteps=32)
+    assert {x.dtype for part in ("agent", "optimizer") for x in run.checkpoint[part].values()} == {torch.float32}
+
+
+# The pair
+
+
+def assert_agree(run, other, rel: float) -> None:
+    """All metrics do, and the weights."""
+    for a, b in zip(run.metrics(), other.metrics(), strict=True):
+        assert a == pytest.approx(b, rel=rel, abs=rel / 100)
+    for name, weight in run.checkpoint["agent"].items():
+        difference = weight - other.checkpoint["agent"][name]
+        assert difference.norm() <= rel * max(weight.norm(), 1e-2)
+
+
+def test_uncompiled_twin_computes_the_same(train):
+    assert_agree(train(COMPILED, compile=False), train(EAGER), rel=0)
+
+
+@pytest.mark.parametrize(("bf16", "rel"), [(False, 1e-3), (True, 0.1)])
+def test_compiled_twin_computes_the_same(train, bf16, rel):
+    """It compiles once and without a break. Of one rollout, so that rounding does not come back from the games."""
+    settings = {"total_timesteps": 32, "bf16": bf16}
+    counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        twin = train(COMPILED, **settings)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert_agree(twin, train(EAGER, **settings), rel)
+
+
+@needs_cuda
+@pytest.mark.parametrize(("compile", "cudagraphs"), [(True, True), (True, False), (False, True), (False, False)])
+def test_twin_computes_the_same_on_cuda(train, compile, cudagraphs):
+    settings = {"device": "cuda", "num_steps": 8, "total_timesteps": 16, "update_epochs": 8}
+    assert_agree(
+        train(COMPILED, compile=compile, cudagraphs=cudagraphs, **settings), train(EAGER, **settings), rel=1e-2
+    )
+
+
+@needs_cuda
+def test_learns_on_cuda_from_what_the_games_gave(play):
+    """The stacks and rollouts that graphs keep are those of the CPU: scores agree over many rollouts."""
+    settings = {"num_envs": 4, "total_timesteps": 4096, "num_steps": 64, "learning_rate": 0.0}
+    runs = [play(device=device, **settings) for device in ("cuda", "cpu")]
+    assert [len(run.lines) for run, _ in runs] == [16, 16]
+
+
+# A run as its user sees it
+
+
+@each_script
+def test_same_seed_same_run(train, name):
+    first, second, other = (train(name, seed=seed, **UNCOMPILED[name]) for seed in (1, 1, 2))
+    assert first.metrics() == second.metrics() != other.metrics()
+    assert all(math.isfinite(x) for line in first.lines for x in line.values())
+    assert set(load(name).METRICS) <= first.lines[-1].keys()
+    config = json.loads((first.run_dir / "config.json").read_text())
+    assert config["script"] == f"{name}.py" and config["args"]["env_id"] == "Breakout-v5"
+
+
+@each_script
+def test_stopped_run_goes_on(train, monkeypatch, tmp_path, name):
+    """By a signal in its second rollout; learning rate, optimizer and steps go on where they were."""
+    send, count = load(name).Envs.send, []
+
+    def stop(self, pool, action):
+        count.append(pool)
+        if len(count) == 50:
+            signal.raise_signal(signal.SIGTERM)
+        send(self, pool, action)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
+        patch.setattr(load(name).Envs, "send", stop)
+        train(name, **UNCOMPILED[name])
+    assert end.value.code == 128 + signal.SIGTERM
+    stopped = helpers.outcome(tmp_path / "run0")
+    assert len(stopped.lines) == 2 and stopped.checkpoint["iteration"] == 2
+    resumed = helpers.resume(name, stopped.run_dir)
+    assert resumed.lines[:2] == stopped.lines and len(resumed.lines) == 4
+    assert helpers.adam_steps(resumed.checkpoint["optimizer"]) == 4 * 2 * 2
+    rates = [line["charts/learning_rate"] for line in resumed.lines]
+    assert rates == pytest.approx([2.5e-4 * (1 - i / 4) for i in range(4)])
+
+
+def test_evaluation_plays_whole_games_by_the_most_probable_actions(train, capsys):
+    """Scores are those of EnvPool for the actions that its own stacks make the most probable."""
+    run = train()
+    returns = evaluate(Options(run.run_dir, episodes=2))
+    assert "checkpoint of step" in capsys.readouterr().out
+    agent = SCRIPT.ActorCritic(4)
+    agent.load_state_dict(run.checkpoint["agent"])
+    seed = np.random.SeedSequence([1, EVALUATION, 0]).generate_state(1) >> 1
+    game = envpool.make_gymnasium("Breakout-v5", num_envs=1, seed=seed.tolist(), episodic_life=True)
+    (obs, _), scores, score = game.reset(), [], 0.0
+    while len(scores) < 2:
+        with torch.no_grad():
+            action = agent(SCRIPT.space_to_depth(torch.from_numpy(obs)))[0].argmax(1).numpy()
+        obs, _, _, truncated, info = game.step(action.astype(np.int32))
+        score += info["reward"][0]
+        if info["terminated"][0] or truncated[0]:
+            scores.append(score)
+            score = 0.0
+    assert returns == scores
+
+
+def test_settings_of_the_games_reach_them():
+    names = {"frame_skip": 3, "repeat_action_probability": 0.25, "full_action_space": True}
+    names |= {"episodic_life": False, "reward_clip": False}
+    envs = SCRIPT.Envs(SCRIPT.Args(env_id="Pong-v5", **names), list(range(8)))
+    assert envs.num_pools == 2 and envs.action_space.n == 18
+    for pool in envs.pools:
+        assert names.items() <= pool.config.items()
+        assert pool.config["num_envs"] == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"env_id": "Breakot-v5"}, "no Atari game Breakot-v5 in EnvPool; close to it: Breakout-v5"),
+        ({"env_id": "CartPole-v1"}, "no Atari game CartPole-v1 in EnvPool"),
+        ({"repeat_action_probability": 1.5}, "--repeat-action-probability must be at most 1"),
+        ({"num_minibatches": 3}, "32 rows can't be divided into 3 equal minibatches"),
+        ({"total_timesteps": 31}, "less than one rollout"),
+        ({"num_envs": 0}, "--num-envs must be at least 1"),
+        ({"frame_skip": 0}, "--frame-skip must be at least 1"),
+    ],
+)
+@each_script
+def test_settings_that_cannot_work_are_refused(capsys, tmp_path, name, settings, message):
+    named = {
+        f"--{key.replace('_', '-')}": str(value) for key, value in (SMALL | settings).items() if key != "tensorboard"
+    }
+    words = [word for pair in named.items() for word in pair]
+    script = load(name)
+    with pytest.raises(SystemExit) as end:
+        script.train(tyro.cli(script.Args, args=[*words, "--run-dir", str(tmp_path / "run")]))
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+    assert not (tmp_path / "run").exists()

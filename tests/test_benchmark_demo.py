@@ -1,0 +1,56 @@
+"""./run.sh demo with toy budgets."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from benchmark_helpers import ROOT, benchmark
+
+from benchmarks import demo, runs
+
+SMALL = ("--num-steps", "64", "--num-minibatches", "4", "--no-compile", "--no-tensorboard", "--env-id", "Pendulum-v1")
+
+
+def test_demo_ends_with_curve_and_summary(tmp_path):
+    done = benchmark("demo", "--total-timesteps", 1024, "--run-dir", tmp_path / "run", *SMALL)
+    assert done.returncode == 0, done.stderr
+    for name in ("metrics.jsonl", "checkpoint.pt", "learning_curve.png"):
+        assert str(tmp_path / "run" / name) in done.stdout
+        assert (tmp_path / "run" / name).stat().st_size > 0
+    assert "mean of the last 5 episodes" in done.stdout and "steps/s" in done.stdout
+
+
+def test_demo_stopped_says_how_to_go_on_and_goes_on(tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "benchmarks.demo", "--total-timesteps", "100_000", f"--run_dir={folder}", *SMALL]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    while runs.read_run(folder).steps < 1000 and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert f"./run.sh demo --resume {folder}" in output
+    assert (folder / "checkpoint.pt").exists() and (folder / "learning_curve.png").exists()
+    bad = benchmark("demo", "--resume", folder, "--gamma", "0.5")
+    assert bad.returncode == 2 and "error: --gamma" in bad.stderr
+
+
+def test_demo_hands_on_help():
+    shown = benchmark("demo", "--help")
+    assert shown.returncode == 0 and "--num-minibatches" in shown.stdout
+
+
+@pytest.mark.parametrize("flags", [["--run-dir", "a"], ["--run_dir=a"], ["--run-dir", "b", "--run-dir=a"]])
+def test_flag_value(flags):
+    assert demo.flag_value(flags, "run-dir") == "a"
+    assert demo.flag_value(["--seed", "1"], "run-dir") is None
+
+
+def test_without_a_compiler(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "missing_for_compile", lambda: "a C++ compiler")
+    assert demo.compile_flags([]) == (["--total-timesteps", demo.UNCOMPILED_STEPS], ["--no-compile"])
+    printed = capsys.readouterr().out
+    assert "lacks a C++ compiler" in printed and printed.count("\n") == 1
+    assert demo.compile_flags(["--no-compile"]) == ([], [])

@@ -1,0 +1,79 @@
+"""./run.sh env-pools: its models against what they are the mean of, its measurements on toy budgets, its report."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from benchmark_helpers import refusal
+
+from benchmarks import env_pools, pool_models
+
+TIMES = T, TAIL, CHANCE = 0.003, 0.1, 0.05
+
+
+def steps(*shape: int) -> np.ndarray:
+    """Seconds that steps take, drawn at random."""
+    return T + TAIL * (np.random.default_rng(1).random(shape) < CHANCE)
+
+
+@pytest.mark.parametrize(
+    ("model", "mean"),
+    [
+        (pool_models.lock_step(*TIMES, 8), steps(200_000, 8).max(1).mean()),
+        (pool_models.one_after_the_other(*TIMES, 8), steps(200_000, 8).sum(1).mean()),
+        (pool_models.first_ready(*TIMES), steps(400_000).mean()),
+        (pool_models.rollouts(*TIMES, 8, 16), steps(20_000, 16, 8).sum(1).max(1).mean() / 16),
+        (pool_models.rollouts(*TIMES, 8, 1), pool_models.lock_step(*TIMES, 8)),
+        (pool_models.hybrid_lock_step(*TIMES, 4, 2), steps(100_000, 2, 4).sum(1).max(1).mean()),
+        (pool_models.hybrid_first_ready(*TIMES, 2), steps(100_000, 2).sum(1).mean()),
+        (pool_models.simulate(*TIMES, 8, 8), pool_models.lock_step(*TIMES, 8)),
+        (pool_models.simulate(*TIMES, 8, 1), pool_models.first_ready(*TIMES)),
+    ],
+)
+def test_models_are_the_means_of_what_they_describe(model, mean):
+    assert model == pytest.approx(mean, rel=0.02)
+
+
+def test_the_talk_comes_out_of_the_model():
+    slow = [1000 * pool_models.one_slow_step(0.003, 0.1, length) for length in (2, 3, 5)]
+    assert slow == pytest.approx([52, 35, 23], abs=1)
+    waiting = 1000 * pool_models.lock_step(0.003, 0.1, 0.0098, 24)
+    assert waiting == pytest.approx(24, abs=0.5)
+    assert 4 < waiting / (1000 * pool_models.rollouts(0.003, 0.1, 0.0098, 24, 128)) < 5
+
+
+def test_measures_and_reports(tmp_path, monkeypatch, capsys):
+    """Those of six sleeping environments that start quickly."""
+    contestants = env_pools.sleeping_contestants
+
+    def few(*times):
+        names = ("gymnasium AsyncVectorEnv", "ours, M = N/4", "ours, M = N/4, W x V = N/2 x 2")
+        return [x for x in contestants(*times) if x.name in names]
+
+    monkeypatch.setattr(env_pools, "sleeping_contestants", few)
+    env_pools.main(env_pools.Options(parts=("sleeping",), sizes=(6,), rounds=2, seconds=0.4, out=tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"sleeping_6.json", "env_pools.md", "env_pools.png"}
+    result = json.loads((tmp_path / "sleeping_6.json").read_text())
+    for row in result["rows"]:
+        assert len(row["seconds"]) == 2 and all(0.003 < x < 0.1 for x in row["seconds"])
+    assert [row["model"] for row in result["rows"]] == pytest.approx([0.003 + 0.1 * (1 - 0.99**6), 0.004, 0.008])
+    text = (tmp_path / "env_pools.md").read_text()
+    assert text in capsys.readouterr().out and "| ours, M = N/4, W x V = N/2 x 2 | " in text
+
+
+def test_the_report_is_that_of_the_committed_results(tmp_path):
+    results = env_pools.Options().out
+    for path in results.glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text())
+    assert env_pools.write_summary(tmp_path) == (results / "env_pools.md").read_text()
+    assert len(list(tmp_path.glob("*.json"))) >= 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"rounds": 0}, "--rounds"), ({"sizes": (8,)}, "multiples of 6"), ({"seconds": -1.0}, "--seconds")],
+)
+def test_bad_input(change, message, tmp_path, capsys):
+    options = dataclasses.replace(env_pools.Options(out=tmp_path), **change)
+    assert message in refusal(env_pools.check, options, capsys)

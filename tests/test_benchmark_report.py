@@ -1,0 +1,107 @@
+"""./run.sh report on synthetic run folders."""
+
+import json
+
+import numpy as np
+import pytest
+from benchmark_helpers import benchmark, make_line, make_run, refusal
+
+from benchmarks import report
+
+COMPILE = {"script": "ppo_torchcompile.py", "args": {"compile": True, "cudagraphs": True}}
+
+
+def curve(score: float, speed: float = 1000, total: int = 500_000) -> list[dict]:
+    """Ten lines of a log that rise to a score within the first half, a hundred episodes each."""
+    steps = np.linspace(total / 10, total, 10, dtype=int).tolist()
+    return [make_line(step, min(score, score * 2 * step / total), 100, speed) for step in steps]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Runs of PPO on CartPole, eager and compiled, some of them spoilt, and one of an unknown environment."""
+    for seed, score in enumerate((480, 484, 488, 492)):
+        make_run(tmp_path / f"e{seed}", curve(score), seed=seed, total=500_000)
+        make_run(tmp_path / f"c{seed}", curve(score + 20, speed=3000), seed=seed, total=500_000, **COMPILE)
+    make_run(tmp_path / "crashed", curve(480)[:4], seed=8, total=500_000)
+    make_run(tmp_path / "no_episode", [make_line(500_000, None)], seed=9, total=500_000)
+    make_run(tmp_path / "twice", curve(999), seed=0, total=500_000)
+    make_run(tmp_path / "other", ["{broken\n", *curve(7, total=1000)], args={"env_id": "Other-v0"})
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+def test_report_from_end_to_end(folder, tmp_path):
+    done = benchmark("report", folder, "--out", tmp_path / "out" / "deep")
+    assert done.returncode == 0, done.stderr
+    names = {path.name for path in (tmp_path / "out" / "deep").iterdir()}
+    assert names == {"report.md", "report.json", "learning_curves.png"}
+    text = (tmp_path / "out" / "deep" / "report.md").read_text()
+    assert text in done.stdout
+    assert str(tmp_path) not in text
+    result = json.loads((tmp_path / "out" / "deep" / "report.json").read_text())
+    assert set(result["provenance"]) == {"date", "commit", "uncommitted_changes", "versions", "machine"}
+    rows = {(row["env_id"], row["variant"]): row for row in result["rows"]}
+    eager, compiled, other = rows["CartPole-v1", "eager"], rows["CartPole-v1", "compile"], rows["Other-v0", "eager"]
+
+    assert eager["seeds"] == [0, 1, 2, 3] and eager["mean"] == 486 and eager["iqm"] == 486
+    assert 480 <= eager["interval"][0] < 486 < eager["interval"][1] <= 492
+    assert eager["verdict"] == "within"  # 490.04 +- 6.12
+    assert compiled["verdict"] == "above" and compiled["steps_per_second"] == pytest.approx(3000)
+    assert other["verdict"] == "no published score" and other["interval"] is None
+    assert "1 broken lines" in other["notes"][0]
+    assert {x["run"] for x in eager["left_out"]} == {"crashed", "no_episode", "twice"}
+    for line in ("ended after 200,000 of 500,000 steps", "no episode ended", "seed 0 is there twice"):
+        assert line in text
+
+    (pair,) = result["pairs"]
+    assert pair["difference"] == 20 and pair["interval"][0] > 0 and not pair["agree"]
+    assert pair["speed_ratio"] == pytest.approx(3)
+
+
+@pytest.mark.parametrize(
+    ("mean", "steps", "expected"),
+    [
+        (497, 500_000, "above"),
+        (490, 499_000, "within"),
+        (483, 500_000, "below"),
+        (497, 100_000, "not comparable: 500,000 steps"),
+        (497, 1_000_000, "not comparable: 500,000 steps"),
+    ],
+)
+def test_verdict(mean, steps, expected):
+    row = report.read_reference()["ppo", "CartPole-v1"]
+    published, verdict = report.verdict(mean, steps, row)
+    assert verdict == expected and published["mean"] == 490.04 and published["seeds"] == 3
+
+
+def test_one_seed_gives_no_interval_and_no_verdict_on_the_pair(tmp_path):
+    make_run(tmp_path / "a", curve(480), total=500_000)
+    make_run(tmp_path / "b", curve(400), total=500_000, **COMPILE)
+    result = report.write_report([tmp_path], tmp_path / "out")
+    assert result["rows"][0]["interval"] is None and result["pairs"][0]["agree"] is None
+    assert "too few seeds" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_settings_that_differ_are_noted(tmp_path):
+    for seed, gamma in enumerate((0.9, 0.99)):
+        make_run(tmp_path / f"{seed}", curve(480), seed=seed, total=500_000, args={"gamma": gamma})
+    result = report.write_report([tmp_path], tmp_path / "out")
+    assert result["rows"][0]["notes"] == ["the runs of this row differ in their settings"]
+
+
+def test_crashed_runs_alone_still_give_a_report(tmp_path):
+    make_run(tmp_path / "a", [], total=500_000)
+    result = report.write_report([tmp_path], tmp_path / "out")
+    assert result["rows"][0]["seeds"] == [] and "no line in metrics.jsonl" in (tmp_path / "out/report.md").read_text()
+
+
+def test_bad_input(tmp_path, capsys):
+    for folders, message in ((tmp_path / "missing",), "no folder"), ((tmp_path,), "no runs in"), ((), "at least one"):
+        assert message in refusal(report.main, report.Options(folders), capsys)
+
+
+def test_the_reference_has_every_row():
+    reference = report.read_reference()
+    assert len(reference) > 150
+    assert float(reference["ppo_continuous_action", "HalfCheetah-v4"]["mean_return"]) == 1442.64

@@ -1,0 +1,125 @@
+"""./run.sh rollout with toy budgets, and its parts."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from benchmark_helpers import benchmark, refusal
+
+from benchmarks import rollout, rollout_worker, turns
+from benchmarks.rollout_worker import FAMILIES, Sampler
+
+CPU = torch.device("cpu")
+
+
+def settings(actor: str, **changes) -> dict:
+    case = {"family": "classic", "backend": "gymnasium-sync", "num_envs": 2, "actor": actor, "seconds": 0.05}
+    return case | {"device": "cpu", "threads": 1, **changes}
+
+
+@pytest.fixture
+def measure(monkeypatch):
+    """A row measured in this process, which does not wait for its turn."""
+    monkeypatch.setattr(turns, "wait_for_turn", lambda: None)
+
+    torch.set_num_threads(1)
+
+    def run(actor: str, **changes) -> dict:
+        torch._dynamo.reset()
+        with torch.no_grad():
+            return rollout_worker.measure(settings(actor, **changes))
+
+    return run
+
+
+def test_rollout_from_end_to_end(tmp_path):
+    """One actor that works, and one of a package that may be missing, with one environment."""
+    flags = ["--families", "classic", "--num-envs", 1, "--backends", "gymnasium", "--compile-actor", "numpy", "ort"]
+    done = benchmark("rollout", *flags, "--seconds", 0.1, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"rollout.json", "rollout.md", "rollout.png"}
+    result = json.loads((tmp_path / "rollout.json").read_text())
+    rows = {row["actor"]: row for row in result["rows"]}
+    assert list(rows) == ["numpy", "ort"] and ("error" in rows["ort"]) != ("ratio" in rows["ort"])
+    own = rows["numpy"]
+    low, high = own["quartiles"]
+    assert 100 < low <= own["steps_per_second"] <= high and own["interval"][0] <= own["ratio"] <= own["interval"][1]
+    assert own["p50_us"] <= own["p99_us"] and own["cpu_us"] > 1
+    text = (tmp_path / "rollout.md").read_text()
+    assert text in done.stdout and "| classic | gymnasium | 1 | numpy |" in text and "/tmp" not in text
+
+
+def test_the_flag_compiles(measure):
+    """A silent flag is the fault that this is for: compiled, Dynamo has made a graph; off, it has not."""
+    assert measure("off")["compiled_graphs"] == 0
+    row = measure("inductor")
+    assert row["compiled_graphs"] == 1 and row["compile_seconds"] > 0.1
+    with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match="nothing was compiled"):
+        measure("inductor")
+
+
+def test_it_samples_what_it_says():
+    """Actions are drawn by the policy, rows are kept in order, resets are no steps."""
+    sampler = Sampler("classic", "gymnasium-sync", 3, CPU)
+    act, calls = sampler.act, []
+
+    def call(obs, noise):
+        calls.append((obs.numpy(), noise, [x.numpy() for x in act(obs, noise)]))
+        return act(obs, noise)
+
+    with torch.no_grad():
+        for _ in range(100):
+            sampler.step(call)
+    resets = 0
+    for t, (obs, _, outputs) in enumerate(calls):
+        own_obs, *kept, reward, terminated, truncated, valid = sampler.rows[t]
+        np.testing.assert_array_equal(own_obs.astype(np.float32), obs)
+        assert all(np.array_equal(a, b) for a, b in zip(kept, outputs, strict=True))
+        assert (reward[~valid] == 0).all() and (reward[valid] == 1).all()
+        resets += np.count_nonzero(~valid)
+        if t + 1 < len(calls):
+            np.testing.assert_array_equal(sampler.rows[t + 1][-1], ~(terminated | truncated))
+    assert resets > 3 and sampler.steps == 300 - resets and sampler.all_rows == 300
+    assert 0 < np.mean([row[1] for row in sampler.rows[:100]]) < 1  # both actions
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("backend", ["gymnasium-sync", "envpool"])
+def test_each_family_and_backend(measure, family, backend):
+    row = measure("numpy", family=family, backend=backend)
+    assert row["steps_per_second"] > 50 and 0.1 < row["ratio"] < 50
+
+
+def test_speed_counts_steps_of_all_environments(measure, monkeypatch):
+    """1 ms a call, two environments: 2000 steps/s less the resets."""
+
+    def interleave(calls, _seconds) -> dict:
+        for _ in range(100):
+            calls["actor"]()
+        blocks = {"off": 4e-3, "actor": 1e-3}
+        return {name: turns.Times([np.full(10, x)] * 4, x) for name, x in blocks.items()}
+
+    monkeypatch.setattr(turns, "interleave", interleave)
+    row = measure("off")
+    assert 1800 < row["steps_per_second"] < 2000 and row["ratio"] == pytest.approx(4)
+    assert row["off_steps_per_second"] == pytest.approx(row["steps_per_second"] / 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"families": ("golf",)}, "no family golf; there are classic"),
+        ({"num_envs": (0,)}, "--num-envs"),
+        ({"seconds": 0}, "--seconds"),
+        ({"compile_actor": ("cudagraphs",)}, "can't be used on cpu"),
+    ],
+)
+def test_bad_input(options, message, tmp_path, capsys):
+    assert message in refusal(rollout.check, rollout.Options(**{"out": tmp_path, **options}), capsys)
+
+
+def test_a_single_environment_is_measured_once_for_each_backend(tmp_path):
+    cases = rollout.settings_of(rollout.check(rollout.Options(out=tmp_path, compile_actor=("off",))))
+    found = [(case["family"], case["backend"], case["num_envs"]) for case in cases]
+    assert len(found) == len(set(found)) == 2 * 5 and ("classic", "gymnasium-sync", 1) not in found

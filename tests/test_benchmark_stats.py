@@ -1,0 +1,59 @@
+"""The statistics against values known from elsewhere."""
+
+import numpy as np
+import pytest
+
+from benchmarks import stats
+
+
+def test_iqm_cuts_a_quarter_off_each_side():
+    assert stats.iqm([1, 2, 3, 1000]) == 2.5
+    assert stats.iqm([1, 2, 30]) == 11  # too few to cut: the mean
+    assert stats.iqm(np.arange(8)) == 3.5
+    assert stats.iqm([5.0, -100, 4, 3, 100]) == 4  # scipy.stats.trim_mean(x, 0.25)
+    matrix = np.array([[1, 2, 3, 1000], [1, 1, 1, 1]])
+    assert stats.iqm(matrix, axis=1).tolist() == [2.5, 1]
+
+
+def test_bootstrap_of_a_mean_has_the_width_of_the_normal_interval():
+    x = np.random.default_rng(1).normal(10, 2, size=400)
+    low, high = stats.bootstrap([x], lambda strata: strata[0].mean())
+    assert high - low == pytest.approx(2 * 1.96 * x.std() / 20, rel=0.1)
+    assert low < x.mean() < high
+
+
+def test_bootstrap_draws_within_the_strata():
+    """Strata without spread within give an interval without width, however far apart they are."""
+    low, high = stats.bootstrap([np.zeros(4), np.full(4, 100.0)])
+    assert low == high == 50
+    low, high = stats.bootstrap([np.concatenate([np.zeros(4), np.full(4, 100.0)])])
+    assert low < 50 < high
+
+
+def test_bootstrap_is_repeatable_and_keeps_shapes():
+    x = np.random.default_rng(2).normal(size=(5, 7))
+    low, high = stats.bootstrap([x])
+    assert low.shape == high.shape == (7,)
+    assert np.array_equal(low, stats.bootstrap([x])[0])
+    assert (low <= stats.iqm(x)).all() and (stats.iqm(x) <= high).all()
+
+
+def test_difference_of_iqms():
+    low, high = stats.bootstrap([np.array([1.0, 2, 3, 4]), np.array([11.0, 12, 13, 14])], stats.difference_of_iqms)
+    assert low <= 10 <= high and low > 7
+
+
+def test_ratio_of_medians():
+    fast, slow = [np.full(5, 600.0), np.full(4, 600.0)], [np.full(5, 100.0), np.full(3, 100.0)]
+    assert stats.ratio_of_medians(fast, slow) == (6, 6, 6)
+    rng = np.random.default_rng(3)
+    noisy = [rng.normal(600, 60, size=20) for _ in range(5)]
+    ratio, low, high = stats.ratio_of_medians(noisy, slow)
+    assert low < ratio < high and 5.5 < low and high < 6.5
+
+
+def test_ratio_of_medians_counts_rounds_not_windows():
+    """Rounds that differ from each other make the interval wide, however many windows each has."""
+    rounds = [np.full(1000, 500.0), np.full(1000, 700.0), np.full(1000, 600.0)]
+    _, low, high = stats.ratio_of_medians(rounds, [np.full(10, 100.0)])
+    assert low == 5 and high == 7

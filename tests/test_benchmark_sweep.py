@@ -1,0 +1,131 @@
+"""./run.sh sweep: journal, resume after SIGKILL, failures, time limit, pinning."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from benchmark_helpers import benchmark, make_line, make_run, refusal
+
+from benchmarks import sweep
+from benchmarks.programs import ROOT
+
+SMALL = "--flags=--num-steps=32 --num-minibatches=2 --update-epochs=1 --no-tensorboard"
+PPO = ("--scripts", "ppo", "--variants", "eager")
+
+
+def states(out: Path) -> list[tuple[str, str]]:
+    """(seed, state) of each entry of the journal, in order."""
+    return [(line["run"][-1], line["state"]) for line in sweep.read_journal(out / "journal.jsonl")[1:]]
+
+
+def test_sweep_from_end_to_end(tmp_path):
+    flags = [*PPO, "--seeds", 1, 2, "--total-timesteps", 2000, "--jobs", 2, SMALL, "--out", tmp_path]
+    done = benchmark("sweep", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "2 of 2 runs finished" in done.stdout and "| ppo | CartPole-v1 | eager | 2 |" in done.stdout
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {
+        "report.md", "report.json", "learning_curves.png",
+    }  # fmt: skip
+    assert sorted(states(tmp_path)) == sorted((s, x) for s in "12" for x in ("started", "finished"))
+
+    again = benchmark("sweep", *flags)
+    assert again.returncode == 2 and "--resume goes on with it" in again.stderr
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("metrics.jsonl")}
+    resumed = benchmark("sweep", *flags, "--resume")
+    assert resumed.returncode == 0 and len(states(tmp_path)) == 4
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("metrics.jsonl")}
+    other = benchmark("sweep", *PPO, "--total-timesteps", 99, "--resume", "--out", tmp_path)
+    assert other.returncode == 2 and "was started with" in other.stderr
+
+
+def test_after_sigkill_finished_runs_are_not_run_again(tmp_path):
+    flags = [*PPO, "--seeds", "1", "2", "--total-timesteps", "8000", SMALL, "--out", str(tmp_path)]
+    process = subprocess.Popen([sys.executable, "-m", "benchmarks.sweep", *flags], cwd=ROOT, stderr=subprocess.DEVNULL)
+    log = tmp_path / "runs" / "CartPole-v1__ppo__eager__2" / "metrics.jsonl"
+    while sweep.last_step(log) == 0:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert states(tmp_path) == [("1", "started"), ("1", "finished"), ("2", "started")]
+    time.sleep(0.5)
+    size = log.stat().st_size
+    time.sleep(0.5)
+    assert log.stat().st_size == size, "the run has outlived the sweep"
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        file.write('{"run": "CartPole-v1__ppo__eager__2", "sta')  # as if cut off in the middle of a line
+
+    done = benchmark("sweep", *flags, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert states(tmp_path)[3:] == [("2", "started"), ("2", "finished")]
+    assert sweep.last_step(log) > 7000 and "2 of 2 runs finished" in done.stdout
+
+
+def test_failed_runs_are_shown_and_run_again(tmp_path):
+    flags = ["--scripts", "ppo", "--seeds", 1, "--total-timesteps", 2000, "--out", tmp_path, "--jobs", 2, SMALL]
+    done = benchmark("sweep", *flags, "--variants", "eager", "--env-ids", "CartPole-v1", "NoSuchEnv-v0")
+    assert done.returncode == 1
+    assert re.search(
+        r"NoSuchEnv-v0__ppo__eager__1, exit code 2; its last lines:\n    error: .*NoSuchEnv-v0", done.stdout
+    )
+    assert "1 of 2 runs finished" in done.stdout
+    again = benchmark("sweep", *flags, "--variants", "eager", "--env-ids", "NoSuchEnv-v0", "--resume")
+    assert again.returncode == 1 and "0 of 1 runs finished" in again.stdout
+    assert [state for _, state in states(tmp_path)][-2:] == ["started", "failed"]
+
+
+def test_time_limit_and_ctrl_c(tmp_path):
+    flags = [*PPO, "--seeds", "1", "--total-timesteps", "10000000", SMALL]
+    done = benchmark("sweep", *flags, "--timeout", 4, "--out", tmp_path / "limit")
+    assert done.returncode == 1 and "its time limit" in done.stdout + done.stderr
+    out = tmp_path / "stopped"
+    command = [sys.executable, "-m", "benchmarks.sweep", *flags, "--out", str(out)]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not any(map(sweep.last_step, (out / "runs").glob("*/metrics.jsonl"))):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, output = process.communicate(timeout=60)
+    assert process.returncode == 130 and "--resume goes on" in output
+    assert list((out / "runs").glob("*/checkpoint.pt"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scripts": ("sarsa",)}, "no script sarsa"),
+        ({"jobs": 0}, "--jobs"),
+        ({"out": Path("/dev/null/x")}, "can't write"),
+    ],
+)
+def test_bad_input(options, message, tmp_path, capsys):
+    assert message in refusal(sweep.check, sweep.Options(**{"out": tmp_path, **options}), capsys)
+
+
+def test_plan_has_every_combination_once():
+    options = sweep.Options(scripts=("ppo", "dqn"), variants=("eager", "lean"), seeds=(1, 2), env_ids=("A-v0", "m:B/C"))
+    names = [job.name for job in sweep.plan(options)]
+    assert len(names) == len(set(names)) == 16
+    assert "m_B_C__dqn__lean__2" in names and all(name.endswith("__1") for name in names[:8])
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_jobs_share_the_cores():
+    cores = os.sched_getaffinity(0)
+    assert sweep.share_of_cores(0, 1) is None
+    first, second = sweep.share_of_cores(0, 2), sweep.share_of_cores(1, 2)
+    assert first | second == cores and not first & second
+    assert all(len(sweep.share_of_cores(i, 2 * len(cores))) == 1 for i in range(2 * len(cores)))
+
+
+def test_last_step(tmp_path):
+    folder = make_run(tmp_path / "a", [make_line(100, 1.0, 1), make_line(200, 1.0, 1), '{"global_step": 30'])
+    assert sweep.last_step(folder / "metrics.jsonl") == 200
+    assert sweep.last_step(tmp_path / "none") == 0
+    (tmp_path / "long").write_text("".join(json.dumps(make_line(i, 1.0, 1)) + "\n" for i in range(1, 500)))
+    assert sweep.last_step(tmp_path / "long") == 499

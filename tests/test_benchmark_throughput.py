@@ -1,0 +1,141 @@
+"""./run.sh throughput with toy budgets, and its parts."""
+
+import importlib.util
+import json
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from benchmark_helpers import benchmark, refusal, toy_flags
+
+from benchmarks import ceilings, processes, results, throughput
+from benchmarks.programs import PEERS, SCRIPTS, load_script, pairs
+
+FLAGS = " ".join(["--log-every=50", "--learning-starts=100", "--total-timesteps=4000"])
+
+
+def test_throughput_from_end_to_end(tmp_path):
+    """Two variants of DQN in two rounds; `lean` and not `compile`, to save the time to compile."""
+    arguments = ["--scripts", "dqn", "--variants", "eager", "lean", "--rounds", 2, "--seconds", 0.3, "--window", 0.05]
+    done = benchmark("throughput", *arguments, f"--flags={FLAGS}", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    name = "dqn_log_every_50_learning_starts_100_total_timesteps_4000.json"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {name, "throughput.md", "throughput.png"}
+    result = json.loads((tmp_path / "out" / name).read_text())
+    assert result["env_id"] == "CartPole-v1" and result["flags"] == FLAGS and result["published"] is None
+    assert result["provenance"]["machine"]["cores"] >= 1
+    for name in ("eager", "lean"):
+        own = result["contestants"][name]
+        assert own["failed"] == [] and len(own["rounds"]) == 2
+        low, high = own["quartiles"]
+        assert 100 < low <= own["steps_per_second"] <= high
+        assert own["cold_seconds"] > 0 and own["warm_seconds"] > 0
+        assert own["peak_memory_mb"] > 50 and own["cores_used"] > 0.1
+        parts = result["ceilings"]["variants"][name]
+        assert all(parts["microseconds_per_step"][section] > 0 for section in (*ceilings.SECTIONS, "rest"))
+        assert parts["summed_ceiling"] > own["steps_per_second"] / 3 and parts["fraction_reached"] > 0
+    (ratio,) = result["ratios"]
+    assert (ratio["of"], ratio["to"]) == ("lean", "eager") and 0.1 < ratio["ratio"] < 10
+    assert ratio["interval"][0] <= ratio["ratio"] <= ratio["interval"][1]
+    assert set(result["break_even_steps"]["lean"]) == {"cold", "warm"}
+    text = (tmp_path / "out" / "throughput.md").read_text()
+    assert text in done.stdout and "| eager |" in text and str(tmp_path) not in text
+
+
+def test_a_contestant_that_fails_is_shown_and_the_others_count(tmp_path):
+    arguments = ["--scripts", "ppo", "--variants", "eager", "--rounds", 1, "--seconds", 0.1, "--window", 0.05]
+    done = benchmark("throughput", *arguments, "--no-ceilings", "--flags=--gamma 7", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "error: --gamma must be at most 1" in done.stdout + done.stderr
+    result = json.loads((tmp_path / "ppo_gamma_7.json").read_text())
+    assert result["contestants"]["eager"]["failed"] == ["exit code 2"]
+    assert "| eager | failed |" in (tmp_path / "throughput.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scripts": ("sarsa",)}, "no script sarsa; there are dqn"),
+        ({"rounds": 0}, "--rounds"),
+        ({"out": Path("/dev/null/x")}, "can't write"),
+    ],
+)
+def test_bad_input(options, message, tmp_path, capsys):
+    assert message in refusal(throughput.check, throughput.Options(**{"out": tmp_path, **options}), capsys)
+
+
+def contestant(*rounds: list[float]) -> dict:
+    keys = {"first_update_seconds": 10.0, "peak_memory_mb": 100.0, "cores_used": 1.0}
+    return throughput.summarize([{"speeds": speeds, **keys} for speeds in rounds])
+
+
+def test_ratios_and_break_even_of_synthetic_rounds():
+    contestants = {"eager": contestant([100.0] * 5, [100.0] * 5), "compile": contestant([400.0] * 5, [400.0] * 5)}
+    contestants["sb3"] = contestant([50.0] * 5, [50.0] * 5)
+    contestants["compile"]["cold_seconds"] = 40.0
+    result = throughput.compare(contestants)
+    assert {(x["of"], x["to"]): x["ratio"] for x in result["ratios"]} == {
+        ("eager", "sb3"): 2,
+        ("compile", "sb3"): 8,
+        ("compile", "eager"): 4,
+    }
+    assert result["break_even_steps"]["compile"] == {"cold": 4000, "warm": 0}
+
+
+def test_what_the_device_does_is_shown(tmp_path):
+    """As on a GPU, which there need not be here."""
+    use = {"busy_fraction": 0.25, "busy_us_per_step": 100.0, "seconds": 0.1, "timeline": [0.2, 0.3]}
+    use |= {"kernels_per_step": 30.5, "launches_per_step": 2.0, "graph_replays_per_step": 0.5, "copies_per_step": 3.0}
+    result = {"script": "ppo", "env_id": "CartPole-v1", "flags": "", "rounds": 1, "window_seconds": 2.0}
+    result |= {"contestants": {"eager": contestant([4000.0] * 5)}, "ratios": [], "break_even_steps": {}}
+    result |= {"published": None, "provenance": results.provenance()}
+    (tmp_path / "ppo.json").write_text(json.dumps(result | {"device_use": {"eager": use, "lean": {"failed": "crash"}}}))
+    text = throughput.write_summary(tmp_path)
+    assert "| `ppo` | eager | 25% | 40% | 100.0 | 30.50 | 2.00 | 0.50 | 3.00 |" in text
+    assert "failed: crash" in text and (tmp_path / "device_use.png").stat().st_size > 1000
+
+
+def test_the_loop_of_every_script_has_a_policy_and_a_learner():
+    for script in pairs():
+        for path in (SCRIPTS / f"{script}.py", SCRIPTS / f"{script}_torchcompile.py"):
+            tree = ceilings.ast.parse(path.read_text())
+            train = next(node for node in tree.body if getattr(node, "name", None) == "train")
+            _, functions = ceilings.functions_of_loop(train)
+            assert set(functions) & set(ceilings.POLICY), path.name
+            assert any(name.startswith("update") for name in functions), path.name
+
+
+def test_the_environment_alone_is_stepped_without_a_pause():
+    """Of games in two pools: all are sent the actions in turn, and end as they do together."""
+    module = load_script(SCRIPTS / "ppo_atari_envpool.py")
+    actions, seen = [np.arange(i, i + 4) % 4 for i in range(7)], []
+    for async_envs in (True, False):
+        envs = module.Envs(module.Args(async_envs=async_envs), [1, 2, 3, 4])
+        seen.append(np.stack(list(islice(ceilings.rounds(envs, actions), 300))))
+    assert seen[0].any() and (seen[0] == seen[1]).all()
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_peers_write_the_log_of_a_script(peer, tmp_path):
+    if importlib.util.find_spec(PEERS[peer]) is None:
+        pytest.skip(f"{peer} is not installed")
+    done = benchmark("peers", peer, "ppo", *toy_flags("ppo"), f"--run-dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["global_step"] == 128 and lines[0]["losses/updates"] == 2
+    assert sum(line.get("charts/episodes", 0) for line in lines) > 3
+    assert all(np.diff([line["seconds"] for line in lines]) > 0)
+    assert json.loads((tmp_path / "config.json").read_text())["peer"] == peer
+
+
+def test_a_child_that_ignores_signals_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "PATIENCE", 0.5)
+    program = (
+        "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    )
+    child = processes.start(["python3", "-c", program], tmp_path / "output")
+    while "up" not in child.last_lines():
+        assert child.poll() is None
+    assert child.stop() == -9
+    assert child.resources()["peak_memory_mb"] > 1

@@ -1,0 +1,281 @@
+"""Whatever steps the environments, the loop sees the same: late autoreset, flat observations, all bounds, own seeds."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import tiny_envs
+import torch
+from gymnasium.spaces import Box
+from helpers import EAGER, discrete, has_pool, load, on_policy
+from small import SMALL
+
+ENVS = load("ppo_continuous_action")  # of which script does not matter: Envs has the same text in all
+IN_PROCESS, WORKERS, ENVPOOL = {"sync_envs": True}, {"env_backend": "gymnasium"}, {"env_backend": "envpool"}
+
+each_script = pytest.mark.parametrize("name", EAGER)
+# Only in this process are the actions recorded that an environment is given; test_env_pool.py has the like for pools
+each_in_process = pytest.mark.parametrize("name", [name for name in EAGER if not has_pool(name)])
+
+
+@pytest.fixture
+def make():
+    """Environments from an id, their number and the settings of a backend; closed at the end."""
+    opened = []
+
+    def make_envs(env_id: str, num_envs: int, first_seed: int = 0, **settings):
+        seeds = list(range(first_seed, first_seed + num_envs))
+        opened.append(ENVS.Envs(ENVS.Args(env_id=env_id, num_envs=num_envs, **settings), seeds))
+        return opened[-1]
+
+    yield make_envs
+    for envs in opened:
+        envs.close()
+
+
+@pytest.mark.parametrize(
+    ("num_envs", "backend"), [(1, {}), (3, IN_PROCESS), (2, WORKERS)], ids=["alone", "in process", "workers"]
+)
+def test_autoreset_is_one_step_late(make, num_envs, backend):
+    """Odd episodes of this environment take 5 steps and are truncated, even ones terminate after 3."""
+    envs = make("tiny_envs:Count-v0", num_envs, **backend)
+    obs = envs.reset()
+    assert obs.shape == (num_envs, 3)
+    np.testing.assert_array_equal(obs, [[0, 0, 0]] * num_envs)
+    rows = [(episode, t) for episode in range(3) for t in range(4 + 2 * (episode % 2))][1:]
+    for i, (episode, t) in enumerate(rows):
+        action = np.full((num_envs, 2), 0.01 * i, dtype=np.float32)
+        obs, reward, terminated, truncated = envs.step(action)
+        is_reset, is_even = t == 0, episode % 2 == 0
+        expected = [episode, t, 0 if is_reset else 0.01 * i]  # the action at a reset is not taken
+        np.testing.assert_allclose(obs, [expected] * num_envs, rtol=1e-6)
+        np.testing.assert_array_equal(reward, [0 if is_reset else 100 * episode + t] * num_envs)
+        np.testing.assert_array_equal(terminated, [is_even and t == 3] * num_envs)
+        np.testing.assert_array_equal(truncated, [not is_even and t == 5] * num_envs)
+
+
+def test_environments_end_each_at_its_own_time(make):
+    envs = make("tiny_envs:Reach-v0", 3, **IN_PROCESS)
+    envs.reset()
+    done, counts = np.zeros(3, dtype=bool), set()
+    for _ in range(100):
+        before = len(tiny_envs.received)
+        _, reward, terminated, truncated = envs.step(np.zeros((3, 2), dtype=np.float32))
+        assert len(tiny_envs.received) - before == (~done).sum()
+        np.testing.assert_array_equal(reward == 0, done)
+        done = terminated | truncated
+        counts.add(int(done.sum()))
+    assert {0, 1} <= counts
+
+
+def test_envpool_shows_the_last_observation_and_resets_late(make):
+    """CartPole's next state follows from state and action: this must hold for every row but those of resets."""
+    envs, rng = make("CartPole-v1", 4, **ENVPOOL), np.random.default_rng(1)
+    physics = gym.make("CartPole-v1").unwrapped
+    physics.reset()
+    obs, done, ends = envs.reset(), np.zeros(4, dtype=bool), 0
+    for _ in range(100):
+        action = rng.integers(2, size=4)
+        next_obs, reward, terminated, truncated = envs.step(action)
+        for i in range(4):
+            if done[i]:
+                assert np.abs(next_obs[i]).max() <= 0.05 and not (reward[i] or terminated[i] or truncated[i])
+                continue
+            physics.state, physics.steps_beyond_terminated = obs[i].astype(np.float64), None
+            expected, _, is_end, _, _ = physics.step(action[i])
+            np.testing.assert_allclose(next_obs[i], expected, atol=1e-4)
+            assert (reward[i], terminated[i]) == (1, is_end)
+        obs, done = next_obs, terminated | truncated
+        ends += done.sum()
+    assert ends > 10
+
+
+def test_envpool_truncates_at_the_time_limit(make):
+    envs = make("Pendulum-v1", 2, **ENVPOOL)
+    envs.reset()
+    flags = np.array([envs.step(np.zeros((2, 1), dtype=np.float32))[2:] for _ in range(410)])
+    assert not flags[:, 0].any()
+    assert np.flatnonzero(flags[:, 1, 0]).tolist() == np.flatnonzero(flags[:, 1, 1]).tolist() == [199, 400]
+
+
+@pytest.mark.parametrize(
+    ("env_id", "backend"), [("tiny_envs:Reach-v0", IN_PROCESS), ("Pendulum-v1", ENVPOOL)], ids=["in process", "EnvPool"]
+)
+def test_each_environment_starts_by_its_own_seed(make, env_id, backend):
+    first, second, other = (make(env_id, 3, first_seed, **backend).reset() for first_seed in (0, 0, 3))
+    np.testing.assert_array_equal(first, second)
+    assert len(np.unique(np.concatenate([first, other]), axis=0)) == 6
+
+
+def test_backend_by_itself():
+    backends = [ENVS.choose_backend(*case) for case in [("CartPole-v1", "auto", 1), ("CartPole-v1", "auto", 2)]]
+    assert backends == ["gymnasium", "envpool"]
+    assert ENVS.choose_backend("tiny_envs:Count-v0", "auto", 2) == "gymnasium"
+    assert ENVS.choose_backend("CheetahRun-v1", "auto", 1) == "envpool"  # gymnasium does not have it
+
+
+@pytest.mark.parametrize(("num_envs", "backend"), [(2, IN_PROCESS), (2, WORKERS)], ids=["in process", "workers"])
+def test_observations_are_flattened(make, num_envs, backend):
+    """A dictionary in the order of its keys; an image row by row."""
+    parts, action = make("tiny_envs:Parts-v0", num_envs, **backend), np.zeros((num_envs, 2), dtype=np.float32)
+    assert parts.obs_dim == 5
+    np.testing.assert_array_equal(parts.reset(), [[0, 1, 2, 3, 4]] * num_envs)
+    np.testing.assert_array_equal(parts.step(action)[0], [[1, 2, 3, 4, 5]] * num_envs)
+    image = make("tiny_envs:Image-v0", num_envs, **IN_PROCESS)
+    assert image.obs_dim == 6
+    np.testing.assert_array_equal(image.reset(), [np.arange(6)] * num_envs)
+    np.testing.assert_array_equal(image.step(action)[0], [np.arange(1, 7)] * num_envs)
+
+
+def test_observations_of_dm_control_are_flattened(make):
+    import envpool
+
+    envs = make("CheetahRun-v1", 2)
+    raw = envpool.make_gymnasium("CheetahRun-v1", num_envs=2, seed=[0, 1])
+    parts, action = raw.reset()[0], np.full((2, 6), 0.3)
+    assert sorted(parts) == ["position", "velocity"] and envs.obs_dim == 17
+    np.testing.assert_array_equal(envs.reset(), np.hstack([parts["position"], parts["velocity"]]))
+    parts = raw.step(action)[0]
+    np.testing.assert_array_equal(envs.step(action)[0], np.hstack([parts["position"], parts["velocity"]]))
+
+
+def space_of(name: str) -> gym.Space:
+    """The action space of the environment in a script's small settings."""
+    return gym.make(SMALL[name]["env_id"]).action_space
+
+
+CONTINUOUS = [name for name in EAGER if not discrete(name)]
+
+
+@pytest.mark.parametrize("env_id", ["tiny_envs:Parts-v0", "tiny_envs:Image-v0", "CheetahRun-v1"])
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_trains_on_observations_of_any_shape(train, name, env_id):
+    if has_pool(name) and env_id == "CheetahRun-v1":
+        pytest.skip("EnvPool has this one alone")
+    assert train(name, env_id=env_id, total_timesteps=128).lines[-1]["global_step"] >= 120
+
+
+@each_in_process
+def test_actions_keep_to_the_bounds_of_each_dimension(train, name):
+    """The bounds differ by dimension and are not symmetric: those of one would not do for the other."""
+    train(name, num_envs=2, sync_envs=True)
+    actions, space = np.array(tiny_envs.received), space_of(name)
+    if isinstance(space, Box):
+        assert actions.shape[1:] == space.shape
+        assert (actions >= space.low).all() and (actions <= space.high).all()
+        margin = 0.1 * (space.high - space.low)
+        assert (actions.min(0) < space.low + margin).all() and (actions.max(0) > space.high - margin).all()
+    else:
+        assert set(actions.tolist()) == set(range(space.start, space.start + space.n))
+
+
+@each_in_process
+def test_only_steps_of_the_environment_count(train, name):
+    """A row in which an environment resets itself is no step of it."""
+    run = train(name, num_envs=3, sync_envs=True)
+    assert run.checkpoint["global_step"] == run.lines[-1]["global_step"] == len(tiny_envs.received)
+    assert sum(line.get("charts/episodes", 0) for line in run.lines) > 20  # of which each brought such a row
+
+
+class Stop(Exception):
+    pass
+
+
+@each_script
+def test_no_two_seeds_share_a_stream(monkeypatch, name):
+    """Environments of runs with different seeds, and of a resumed run, get seeds of their own, of 31 bits."""
+    script, streams = load(name), []
+
+    def record(_self, _args, seeds):
+        streams.extend(seeds)
+        raise Stop
+
+    monkeypatch.setattr(script.Pool if has_pool(name) else script.Envs, "__init__", record)
+    number = "num_workers" if has_pool(name) else "num_envs"
+    for seed in range(30):
+        for global_step in (0, 2048):
+            checkpoint = {"global_step": global_step, "iteration": 1, "num_updates": 1} if global_step else None
+            monkeypatch.setattr(script, "load_checkpoint", lambda args, checkpoint=checkpoint: (args, checkpoint))
+            with pytest.raises(Stop):
+                script.train(script.Args(seed=seed, device="cpu", **{number: 8}))
+    assert len(streams) == len(set(streams)) == 30 * 2 * 8
+    assert all(isinstance(seed, int) and 0 <= seed < 2**31 for seed in streams)
+
+
+# Settings that learn the value of the one state of `tiny_envs:Same`, and how to read it from the networks
+PPO = {
+    "num_steps": 64, "total_timesteps": 64 * 40, "num_minibatches": 4, "update_epochs": 5, "learning_rate": 3e-3,
+    "anneal_lr": False, "clip_vloss": False, "max_grad_norm": 10.0,
+}  # fmt: skip
+OFF_POLICY = {"total_timesteps": 1500, "learning_starts": 100, "buffer_size": 2000}
+LEARN_VALUE = {
+    "ppo_continuous_action": PPO,
+    "ppo": PPO,
+    "ppo_env_pool": PPO,
+    "dqn": {"train_frequency": 1, "target_network_frequency": 25, "learning_rate": 3e-3, **OFF_POLICY},
+    "sac_continuous_action": {"tau": 0.2, "autotune": False, "alpha": 1e-3, **OFF_POLICY, "total_timesteps": 600},
+    "td3_continuous_action": {"tau": 0.4, "learning_rate": 1e-3, **OFF_POLICY, "total_timesteps": 600},
+}
+
+
+def value_of(name: str, checkpoint: dict) -> float:
+    """What the networks of a run say that the state is worth."""
+    script, obs = load(name), torch.full((1, 3), 0.5)
+    space = space_of(name)
+    if hasattr(script, "QNetwork"):
+        network = script.QNetwork(3, space.n)
+        network.load_state_dict(checkpoint["network"])
+        return network(obs).max().item()
+    if hasattr(script, "Critic"):
+        critic = script.Critic(3, 2)
+        critic.load_state_dict({k[2:]: v for k, v in checkpoint["critics"].items() if k.startswith("0.")})
+        return critic(obs, torch.tensor([[0.1, -0.7]])).item()
+    size = space.shape[0] if isinstance(space, Box) else space.n
+    agent, scale = script.ActorCritic(3, space if has_pool(name) else size), 1.0
+    agent.load_state_dict(checkpoint["agent"])
+    if "reward_scale" in checkpoint:
+        obs, norm = torch.zeros(1, 3), checkpoint["reward_scale"]
+        scale = (norm["squares"] / norm["count"]).sqrt().item()
+    return agent.critic(obs).item() * scale
+
+
+@pytest.mark.parametrize("name", [name for name in EAGER if name in LEARN_VALUE])
+def test_truncation_has_a_future_and_termination_none(train, name):
+    """Reward 1 at each step, one observation, an end after 4 steps, gamma 0.9.
+
+    Cut by a time limit, the state is worth 1 / (1 - gamma) = 10. A value that can't tell the steps apart sees the last
+    step's termination as one of probability 1 / 4 at each, 1 / (1 - 0.9 * 0.75) = 3.1, or less by PPO's long sums.
+    """
+    prefix = "Discrete" if discrete(name) else ""
+    value = {}
+    for end in ("Truncated", "Terminated"):
+        run = train(name, env_id=f"tiny_envs:{prefix}{end}-v0", gamma=0.9, **LEARN_VALUE[name])
+        assert run.lines[-1]["charts/episodic_length"] == 4
+        value[end] = value_of(name, run.checkpoint)
+    assert value["Truncated"] == pytest.approx(10, rel=0.05)
+    assert 1.8 < value["Terminated"] < 4
+
+
+@each_script
+def test_nothing_is_learnt_from_a_reset(train, monkeypatch, name):
+    """The row of a reset has the observation that the ended episode left behind, an action not taken and no reward.
+
+    So, of a terminated episode, that observation makes no difference to anything; without statistics of observations.
+    Episodes end on rows 3, 8, ..., 63: a reset is the first row of a rollout, too.
+    """
+    script, prefix = load(name), "Discrete" if discrete(name) else ""
+    if hasattr(script, "RunningNorm"):
+        monkeypatch.setattr(script.RunningNorm, "__call__", lambda _self, x: x)
+    runs = []
+    for value in (0.5, -3.0):
+        monkeypatch.setattr(tiny_envs, "last_observation", value)
+        runs.append(train(name, env_id=f"tiny_envs:{prefix}Terminated-v0", num_envs=2, sync_envs=True))
+    assert runs[0].metrics() == runs[1].metrics()
+
+
+@pytest.mark.parametrize("name", [name for name in EAGER if on_policy(name)])
+def test_the_advantage_of_a_reset_has_no_weight(train, small_run, monkeypatch, name):
+    """It is 0, which would still count in the mean and the spread of the advantages; so it is made to stand out."""
+    script, plain = load(name), small_run(name)
+    gae = script.gae
+    monkeypatch.setattr(script, "gae", lambda *args: gae(*args) + 1e3 * (1 - args[4]))
+    assert train(name).metrics() == plain.metrics()

@@ -1,0 +1,224 @@
+"""What DQN, SAC and TD3 store, how often they learn, what their flags do, and SAC's density."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import tiny_envs
+import torch
+from helpers import EAGER, adam_steps, defining, load, on_policy, resume
+from torch.distributions import AffineTransform, Normal, TanhTransform, TransformedDistribution
+
+OFF_POLICY = [name for name in EAGER if not on_policy(name)]
+CONTINUOUS = [name for name in OFF_POLICY if name != "dqn"]
+
+
+class DiscreteCount(tiny_envs.Count):
+    def __init__(self):
+        super().__init__()
+        self.action_space = tiny_envs.CHOICE
+
+    def move(self, action):
+        return super().move([float(action)])
+
+
+gym.register("DiscreteCount-v0", DiscreteCount)
+
+
+def count_env(name):
+    return "DiscreteCount-v0" if name == "dqn" else "tiny_envs:Count-v0"
+
+
+def new_buffer(capacity):
+    return defining("ReplayBuffer").ReplayBuffer(capacity, obs_dim=2, action_dim=1, device=torch.device("cpu"))
+
+
+def numbered_rows(first, last):
+    return torch.arange(float(first), float(last))[:, None] + torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+
+
+def test_buffer_overwrites_the_oldest_rows():
+    buffer = new_buffer(5)
+    for first, last in (0, 2), (2, 4), (4, 7), (7, 12), (12, 13):
+        buffer.add(numbered_rows(first, last))
+        held = sorted(buffer.rows[: int(buffer.size), 0].int().tolist())
+        assert held == list(range(max(0, last - 5), last))
+
+
+def test_buffer_samples_every_row_it_holds_and_no_other():
+    buffer = new_buffer(50)
+    buffer.add(numbered_rows(1, 4))
+    obs, action, reward, next_obs, terminated = buffer.sample(1000)
+    assert set(obs[:, 0].int().tolist()) == {1, 2, 3}
+    for column, shape, offset in (
+        (obs, (1000, 2), [0.0, 0.1]),
+        (action, (1000, 1), [0.2]),
+        (reward, (1000,), 0.3),
+        (next_obs, (1000, 2), [0.4, 0.5]),
+        (terminated, (1000,), 0.6),
+    ):
+        assert column.shape == shape
+        torch.testing.assert_close(column, (obs[:, 0] if len(shape) == 1 else obs[:, :1]) + torch.tensor(offset))
+
+
+def test_buffer_goes_on_where_its_checkpoint_ended():
+    buffer, copy = new_buffer(5), new_buffer(5)
+    buffer.add(numbered_rows(0, 4))
+    buffer.add(numbered_rows(4, 7))
+    copy.load_state_dict(buffer.state_dict())
+    for b in (buffer, copy):
+        b.add(numbered_rows(7, 9))
+    assert torch.equal(buffer.rows, copy.rows) and buffer.position == copy.position and buffer.size == copy.size
+
+
+def test_a_buffer_too_large_for_the_memory_is_refused(capsys):
+    with pytest.raises(SystemExit) as stop:
+        new_buffer(10**14)
+    assert stop.value.code == 2 and capsys.readouterr().err.startswith("error: --buffer-size")
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_replay_holds_real_steps_only(train, name, num_envs):
+    """In Count, obs = (episode, step, action); even episodes terminate at step 3, odd ones are cut at step 5."""
+    run = train(name, env_id=count_env(name), num_envs=num_envs, sync_envs=True, buffer_size=10_000)
+    rows = run.checkpoint["buffer"]["rows"].numpy()
+    episode, step = rows[:, 0], rows[:, 1]
+    reward, next_episode, next_step, terminated = rows[:, -5], rows[:, -4], rows[:, -3], rows[:, -1]
+    assert len(rows) == run.checkpoint["global_step"] == run.steps()[-1] >= 400
+    assert np.array_equal(next_episode, episode) and np.array_equal(next_step, step + 1)
+    assert np.array_equal(reward, 100 * episode + next_step)
+    assert np.array_equal(terminated == 1, (episode % 2 == 0) & (next_step == 3))
+    assert next_step[episode % 2 == 1].max() == 5  # the truncated rows are there, and not marked
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_dqn_learns_once_for_every_train_frequency_steps(train, num_envs):
+    run = train("dqn", env_id="DiscreteCount-v0", num_envs=num_envs, sync_envs=True)
+    updates = adam_steps(run.checkpoint["optimizer"])
+    assert updates == pytest.approx((run.checkpoint["global_step"] - 100) / 5, abs=num_envs)
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_one_gradient_step_for_every_transition(train, name, num_envs):
+    run = train(name, env_id=count_env(name), num_envs=num_envs, sync_envs=True)
+    assert run.checkpoint["num_updates"] == pytest.approx(run.checkpoint["global_step"] - 100, abs=num_envs)
+    assert run.checkpoint["num_updates"] == adam_steps(run.checkpoint["critic_optimizer"])
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_gradient_steps_are_those_of_a_vector_step(train, name):
+    run = train(name, env_id="tiny_envs:Same-v0", num_envs=4, sync_envs=True, gradient_steps=3)
+    assert run.checkpoint["num_updates"] == 3 * (400 - 100) // 4
+
+
+def test_epsilon_is_annealed_in_both_twins(train):
+    for name in "dqn", "dqn_torchcompile":
+        settings = {"exploration_fraction": 0.5, "epsilon_end": 0.05}
+        run = train(name, **settings) if name == "dqn" else train(name, **settings, compile=False)
+        epsilon = {line["global_step"]: line["charts/epsilon"] for line in run.lines}
+        assert epsilon[100] == pytest.approx(1 - 0.95 * 99 / 200)
+        assert epsilon[250] == epsilon[400] == pytest.approx(0.05)
+
+
+def test_dqn_target_is_copied_when_due(train):
+    before = train("dqn", total_timesteps=345, target_network_frequency=50).checkpoint
+    after = train("dqn", total_timesteps=350, target_network_frequency=50).checkpoint
+    assert not torch.equal(before["network"]["net.0.weight"], before["target_network"]["net.0.weight"])
+    assert torch.equal(after["network"]["net.0.weight"], after["target_network"]["net.0.weight"])
+
+
+@pytest.mark.parametrize("twin", ["", "_torchcompile"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("dqn", {"double_dqn": True}),
+        ("dqn", {"tau": 0.3}),
+        ("sac_continuous_action", {"autotune": False, "alpha": 0.1}),
+        ("sac_continuous_action", {"policy_frequency": 1}),
+        ("sac_continuous_action", {"policy_frequency": 3}),
+        ("sac_continuous_action", {"target_network_frequency": 2}),
+        ("sac_continuous_action", {"matmul_precision": "medium"}),
+        ("sac_continuous_action", {"num_envs": 16, "sync_envs": True}),
+        ("sac_continuous_action", {"env_id": "tiny_envs:Same-v0"}),
+        ("td3_continuous_action", {"policy_frequency": 1}),
+        ("td3_continuous_action", {"policy_frequency": 3}),
+        ("td3_continuous_action", {"matmul_precision": "medium"}),
+        ("td3_continuous_action", {"num_envs": 16, "sync_envs": True}),
+        ("td3_continuous_action", {"env_id": "tiny_envs:Same-v0"}),
+    ],
+)
+def test_flags_work_past_learning_starts(train, name, settings, twin):
+    run = train(name + twin, **settings, **({"compile": False} if twin else {}))
+    torch.set_float32_matmul_precision("highest")
+    losses = [tag for tag in run.lines[-1] if tag.startswith("losses/")]
+    assert losses == list(load(name).METRICS)
+    if settings.get("autotune") is False:
+        assert run.lines[-1]["losses/alpha"] == pytest.approx(0.1)
+    if "policy_frequency" in settings and name == "sac_continuous_action":
+        missed = run.checkpoint["num_updates"] % settings["policy_frequency"]
+        assert adam_steps(run.checkpoint["actor_optimizer"]) == run.checkpoint["num_updates"] - missed
+
+
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_without_its_replay_a_resumed_run_first_collects_anew(train, name):
+    script = load(name)
+    full = train(name, save_replay=False, checkpoint_every=100, total_timesteps=400)
+    assert "buffer" not in full.checkpoint
+    # A run that was broken off at step 200: its checkpoint with the total of the whole
+    half = train(name, save_replay=False, total_timesteps=200)
+    args = half.checkpoint["args"] | {"total_timesteps": 400}
+    torch.save(half.checkpoint | {"args": args}, half.run_dir / "checkpoint.pt")
+    resumed = resume(name, half.run_dir)
+    assert resumed.steps()[-1] == 400 and resumed.checkpoint["script"] == f"{script.__name__}.py"
+    optimizer = "optimizer" if name == "dqn" else "critic_optimizer"
+    new_updates = adam_steps(resumed.checkpoint[optimizer]) - adam_steps(half.checkpoint[optimizer])
+    assert new_updates == (400 - 200 - 100) // (5 if name == "dqn" else 1)
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_actions_keep_each_dimensions_bounds_and_use_them(train, name):
+    train(name, num_envs=1)
+    actions, space = np.stack(tiny_envs.received), tiny_envs.PUSH
+    assert (actions >= space.low - 1e-6).all() and (actions <= space.high + 1e-6).all()
+    assert (np.ptp(actions, axis=0) > 0.8 * (space.high - space.low)).all()
+
+
+def test_squashed_density_is_that_of_the_transformed_distribution():
+    script, generator = load("sac_continuous_action"), torch.Generator().manual_seed(1)
+    mean, log_std, noise = torch.randn(3, 500, 4, generator=generator, dtype=torch.float64)
+    scale, center = torch.tensor([0.1, 1.0, 2.5, 40.0]).double(), torch.tensor([-1.0, 0.0, 3.0, 7.0]).double()
+    x = mean + log_std.exp() * noise
+    transforms = [TanhTransform(cache_size=1), AffineTransform(center, scale, cache_size=1)]
+    reference = TransformedDistribution(Normal(mean, log_std.exp()), transforms)
+    action = x
+    for transform in transforms:
+        action = transform(action)
+    ours = script.squashed_log_prob(x, noise, log_std, scale)
+    torch.testing.assert_close(ours, reference.log_prob(action).sum(1))
+    far = script.squashed_log_prob(torch.full((1, 1), 60.0), torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1))
+    assert far.isfinite().all()  # where 1 - tanh^2 is zero in floating point
+
+
+def test_squashed_density_integrates_to_one_over_its_bounds():
+    script = load("sac_continuous_action")
+    for mean, log_std, low, high in (0.3, -0.5, -0.1, 0.3), (-1.0, 0.4, -2.0, 0.5):
+        action = torch.linspace(low, high, 200_003, dtype=torch.float64)[1:-1, None]
+        center, scale = (high + low) / 2, (high - low) / 2
+        x = ((action - center) / scale).atanh()
+        std = torch.full_like(x, log_std)
+        density = script.squashed_log_prob(x, (x - mean) / std.exp(), std, torch.tensor([scale]).double()).exp()
+        assert torch.trapezoid(density, action[:, 0]).item() == pytest.approx(1, abs=2e-3)
+
+
+def test_td3_noise_is_scaled_and_clipped_by_dimension():
+    script = load("td3_continuous_action")
+    torch.manual_seed(1)
+    space = gym.spaces.Box(np.float32([-1, -10]), np.float32([1, 30]))
+    actor, obs = script.Actor(3, space), torch.randn(5000, 3)
+    action = actor(obs)
+    change = (actor.noisy(obs, std=0.2, clip=0.5) - action).detach() / torch.tensor([1.0, 20.0])
+    assert change.abs().max() == pytest.approx(0.5, abs=1e-5)
+    assert change.std(0).numpy() == pytest.approx([0.2, 0.2], rel=0.1)
+    wild = actor.noisy(obs, std=50.0)
+    assert wild.amin(0).tolist() == [-1, -10] and wild.amax(0).tolist() == [1, 30]

@@ -1,0 +1,489 @@
+"""A run as its user sees it: its folder, the same numbers again, stopping and going on, and what is refused."""
+
+import json
+import math
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import helpers
+import pytest
+import tiny_envs
+import torch
+import tyro
+from helpers import COMPILED, EAGER, discrete, has_pool, load, on_policy
+from small import SMALL
+
+each_script = pytest.mark.parametrize("name", EAGER)
+
+
+def command(name: str, *arguments: str) -> Path:
+    """What `python scripts/{name}.py {arguments}` does, in this process."""
+    script = load(name)
+    return script.train(tyro.cli(script.Args, args=arguments))
+
+
+def tensors(tree, path: str = ""):
+    """All that a checkpoint holds, as (path, value)."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from tensors(value, f"{path}/{key}")
+    elif isinstance(tree, list | tuple):
+        for i, value in enumerate(tree):
+            yield from tensors(value, f"{path}/{i}")
+    else:
+        yield path, tree
+
+
+def same(a, b) -> bool:
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# The folder
+
+
+@each_script
+def test_run_folder_holds_what_the_readme_says(small_run, name):
+    run = small_run(name)
+    assert sorted(contents(run.run_dir)) == ["checkpoint.pt", "config.json", "metrics.jsonl"]
+    config = json.loads((run.run_dir / "config.json").read_text())
+    assert config["script"] == f"{name}.py"
+    assert SMALL[name].items() <= config["args"].items()
+    assert {"python", "torch", "tensordict", "gymnasium", "envpool", "numpy"} <= config["versions"].keys()
+    assert torch.__version__.startswith(config["versions"]["torch"].partition("+")[0])
+    assert config["cores"] >= 1 and config["device"] and "commit" in config
+
+
+@each_script
+def test_log_has_flat_lines_of_finite_numbers(small_run, name):
+    run, script = small_run(name), load(name)
+    assert len(run.lines) > 3
+    for line in run.lines:
+        assert {"global_step", "seconds", "charts/SPS"} <= line.keys()
+        assert all(isinstance(value, int | float) and math.isfinite(value) for value in line.values())
+    losses = [line for line in run.lines if set(script.METRICS) <= line.keys()]
+    assert len(losses) > 3
+    assert len({line[script.METRICS[0]] for line in losses}) == len(losses)
+    ended = [line for line in run.lines if "charts/episodic_return" in line]
+    assert ended and all(line["charts/episodic_return"] < 0 < line["charts/episodic_length"] <= 15 for line in ended)
+    step, seconds = 0, 0.0
+    for line in run.lines:
+        assert line["global_step"] > step
+        expected = (line["global_step"] - step) / line["charts/SPS"]
+        assert line["seconds"] - seconds == pytest.approx(expected, abs=1.1e-3)  # of which each is rounded
+        step, seconds = line["global_step"], line["seconds"]
+
+
+@each_script
+def test_checkpoint_holds_all_that_a_resumed_run_needs(small_run, name):
+    """It was loaded with `weights_only=True`."""
+    checkpoint = small_run(name).checkpoint
+    assert checkpoint["script"] == f"{name}.py"
+    assert SMALL[name].items() <= checkpoint["args"].items()
+    assert checkpoint["rng"].keys() == {"python", "numpy", "torch", "cuda"}
+    assert checkpoint["global_step"] == small_run(name).lines[-1]["global_step"]
+
+
+def events(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    """The (step, value) of each tag in the TensorBoard events of a run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(run_dir))
+    accumulator.Reload()
+    return {tag: [(x.step, x.value) for x in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+
+
+@each_script
+def test_tensorboard_has_what_the_log_has(train, name):
+    run = train(name, tensorboard=True)
+    found = events(run.run_dir)
+    assert found.keys() == {tag for line in run.lines for tag in line} - {"global_step", "seconds"}
+    for tag in found:
+        logged = [(line["global_step"], pytest.approx(line[tag], rel=1e-6)) for line in run.lines if tag in line]
+        assert found[tag] == logged
+
+
+@each_script
+def test_checkpoints_come_as_often_as_asked(train, monkeypatch, name):
+    script, saved = load(name), []
+    save = script.Run.save
+    monkeypatch.setattr(script.Run, "save", lambda run, **state: (saved.append(run.step), save(run, **state))[1])
+    steps = train(name, checkpoint_every=120).steps()
+    assert len(saved) >= 2 and saved[-1] == steps[-1]
+    assert all(120 <= b - a <= 120 + 64 for a, b in zip([0, *saved], saved[:-1], strict=False))
+
+
+# The same numbers again
+
+
+@pytest.mark.parametrize("name", EAGER + COMPILED)
+def test_same_seed_same_run(train, small_run, name):
+    first, second = small_run(name), train(name)
+    assert second.metrics() == first.metrics()
+    for (path, a), (_, b) in zip(tensors(first.checkpoint), tensors(second.checkpoint), strict=True):
+        assert same(a, b) or path in ("/seconds", "/args/run_dir"), path
+
+
+@each_script
+def test_other_seed_other_run(train, small_run, name):
+    first, second = small_run(name).metrics(), train(name, seed=2).metrics()
+    assert all(a != b for a, b in zip(first, second, strict=False))
+
+
+def test_same_seed_same_run_in_envpool(train):
+    settings = {"env_id": "Pendulum-v1", "num_envs": 2, "env_backend": "envpool"}
+    first, second = (train("ppo_continuous_action", **settings) for _ in range(2))
+    assert first.metrics() == second.metrics()
+
+
+# Stopping and going on
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@each_script
+def test_signal_ends_the_run_with_a_checkpoint_of_that_moment(train, monkeypatch, tmp_path, capsys, name, signum):
+    monkeypatch.setattr(tiny_envs, "EVENT", f"{signum.name}@203")
+    with pytest.raises(SystemExit) as end:
+        train(name)
+    assert end.value.code == 128 + signum
+    run = helpers.outcome(tmp_path / "run0")
+    assert f"--resume {run.run_dir}" in capsys.readouterr().err
+    assert run.checkpoint["global_step"] == run.lines[-1]["global_step"]
+    assert has_pool(name) or run.lines[-1]["global_step"] == len(tiny_envs.received)
+    assert 203 <= run.lines[-1]["global_step"] <= 203 + 64
+
+
+@pytest.mark.parametrize("name", EAGER + COMPILED)
+def test_resumed_run_is_the_uninterrupted_run(train, monkeypatch, tmp_path, name):
+    """Environments start afresh in a resumed run. Where that makes no difference, all that is saved is the same.
+
+    There the observation is always the same. Statistics of observations have seen one more, and are not applied: they
+    make it 0, from which nothing can be learnt. Those of discounted returns see no difference if these are the rewards.
+    """
+    prefix = "Discrete" if discrete(name) else ""
+    settings, normalizes = {"env_id": f"tiny_envs:{prefix}Same-v0"}, hasattr(load(name), "RunningNorm")
+    if name in COMPILED:
+        settings["compile"] = False
+    if normalizes:
+        settings["gamma"] = 0.0
+        monkeypatch.setattr(load(name).RunningNorm, "__call__", lambda _self, x: x)
+    whole = train(name, **settings)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(tiny_envs, "EVENT", "SIGTERM@203")
+        train(name, **settings)
+    stopped = helpers.outcome(tmp_path / "run1")
+    assert 203 <= stopped.steps()[-1] < whole.steps()[-1]
+    resumed = helpers.resume(name, stopped.run_dir)
+    if normalizes:
+        assert resumed.checkpoint["obs_norm"]["count"] == whole.checkpoint["obs_norm"]["count"] + 1
+    differing = {"/seconds", "/args/run_dir", "/args/resume", "/obs_norm/count"}
+    for (path, a), (other_path, b) in zip(tensors(whole.checkpoint), tensors(resumed.checkpoint), strict=True):
+        assert path == other_path and (path in differing or same(a, b)), path
+    timeless = {line["global_step"]: line for line in whole.metrics()}
+    assert [timeless.get(line["global_step"], line) for line in resumed.metrics()] == resumed.metrics()
+    assert set(timeless) <= set(resumed.steps())
+
+
+@pytest.mark.parametrize("name", [name for name in EAGER if not has_pool(name)])
+def test_killed_run_goes_on_from_its_last_checkpoint(small_run, tmp_path, name):
+    """Killed at a moment of its own choice by SIGKILL, with a line cut in half as a full disk does it."""
+    arguments = helpers.flags(name, checkpoint_every=120, run_dir="run")
+    process = helpers.start(name, *arguments, cwd=tmp_path, TINY_EVENT="SIGKILL@300")
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    killed = helpers.outcome(tmp_path / "run")
+    assert 120 <= killed.checkpoint["global_step"] < killed.steps()[-1] + 64 <= 300 + 64
+    with (tmp_path / "run/metrics.jsonl").open("a") as log:
+        log.write('{"global_step": 301, "seconds": 1')
+    resumed, whole = helpers.resume(name, tmp_path / "run"), small_run(name)
+    steps = resumed.steps()
+    assert steps == sorted(set(steps))
+    assert len(steps) == len(whole.steps())  # one line for each interval: none is missing
+    kept = [line for line in killed.lines if line["global_step"] <= killed.checkpoint["global_step"]]
+    assert resumed.lines[: len(kept)] == kept
+    assert resumed.lines[len(kept)]["seconds"] > kept[-1]["seconds"]
+    interval = max(b - a for a, b in zip([0, *whole.steps()], whole.steps(), strict=False))
+    assert abs(steps[-1] - whole.steps()[-1]) <= interval
+    if not on_policy(name):
+        assert steps[-1] == SMALL[name]["total_timesteps"]
+
+
+def test_resumed_run_goes_on_with_its_tensorboard_events(train, monkeypatch, tmp_path):
+    """Events that are younger than the checkpoint give way to those of the resumed run."""
+    script, first = load("ppo_continuous_action"), tmp_path / "first.pt"
+    save = script.Run.save
+
+    def keep_first(run, **state):
+        save(run, **state)
+        if not first.exists():
+            first.write_bytes((run.dir / "checkpoint.pt").read_bytes())
+
+    monkeypatch.setattr(script.Run, "save", keep_first)
+    run = train("ppo_continuous_action", tensorboard=True, checkpoint_every=120)
+    first.rename(run.run_dir / "checkpoint.pt")
+    resumed = helpers.resume("ppo_continuous_action", run.run_dir)
+    assert resumed.steps() != run.steps()
+    assert [step for step, _ in events(run.run_dir)["charts/SPS"]] == resumed.steps()
+
+
+@each_script
+def test_resuming_a_finished_run_changes_nothing(train, name):
+    run = train(name)
+    before = contents(run.run_dir)
+    helpers.resume(name, run.run_dir)
+    assert contents(run.run_dir) == before
+
+
+def test_ctrl_c_reaches_a_run_with_worker_processes(tmp_path):
+    """A terminal sends it to the workers too."""
+    arguments = helpers.flags("ppo_continuous_action", num_envs=2, total_timesteps=1_000_000, run_dir="run")
+    process, log = helpers.start("ppo_continuous_action", *arguments, cwd=tmp_path), tmp_path / "run/metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    run = helpers.outcome(tmp_path / "run")
+    assert run.checkpoint["global_step"] == run.steps()[-1]
+
+
+# What breaks on the way
+
+
+@pytest.mark.parametrize("event", ["nan_reward", "nan_obs"])
+@each_script
+def test_numbers_that_are_not_finite_end_the_run(train, monkeypatch, tmp_path, name, event):
+    """Within one log interval of an update by them; off-policy, it takes some updates to draw the one row."""
+    monkeypatch.setattr(tiny_envs, "EVENT", f"{event}@203")
+    with pytest.raises(SystemExit) as end:
+        train(name, checkpoint_every=50)
+    found = re.fullmatch(r"error: .* at step (\d+);.*", end.value.code)
+    assert 203 <= int(found.group(1)) <= 203 + (64 if on_policy(name) else 2 * 50)
+    run = helpers.outcome(tmp_path / "run0")
+    assert 100 <= run.checkpoint["global_step"] < int(found.group(1))
+    for path, value in tensors({k: v for k, v in run.checkpoint.items() if k != "buffer"}):
+        assert not isinstance(value, torch.Tensor) or value.isfinite().all(), path
+    assert all(math.isfinite(value) for line in run.lines for value in line.values())
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [("SIGKILL", r"error: .*worker 1 \(exit code -9\)"), ("raise", r"Worker-1 (.*\n)*.*environment broke")],
+)
+def test_broken_worker_ends_the_run(tmp_path, event, reason):
+    """The second of two workers; the first lives on. The end comes soon, and the message says which it was."""
+    arguments = helpers.flags("ppo_continuous_action", num_envs=2, checkpoint_every=100, run_dir="run")
+    process = helpers.start("ppo_continuous_action", *arguments, cwd=tmp_path, TINY_EVENT=f"{event}@170")
+    _, errors = process.communicate(timeout=60)
+    ended, log = time.time(), tmp_path / "run/metrics.jsonl"
+    assert process.returncode == 1
+    assert ended - log.stat().st_mtime < 10
+    assert re.search(reason, errors), errors
+    assert event == "raise" or "Traceback" not in errors, errors
+    assert helpers.outcome(tmp_path / "run").checkpoint["global_step"] >= 100
+
+
+# What is refused
+
+
+def error_of(output: str) -> str:
+    """The one line that says what is wrong, the last on stderr; notes may come before it."""
+    *notes, error = output.splitlines()
+    assert error.startswith("error: ") and not any(re.search("error|Traceback", note) for note in notes), output
+    return error
+
+
+@pytest.fixture
+def refused(capsys, tmp_path):
+    """The one line of an error, of a run that was refused and has written nothing."""
+
+    def refused(name: str, **settings) -> str:
+        run_dir = tmp_path / "refused"
+        flags = helpers.flags(name, **{"run_dir": run_dir} | settings)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            command(name, *flags)
+        assert end.value.code == 2
+        error = error_of(capsys.readouterr().err)
+        assert not run_dir.exists()
+        return error
+
+    return refused
+
+
+@each_script
+def test_unknown_environment_is_refused_with_those_near(refused, name):
+    assert "HalfCheetah-v4" in refused(name, env_id="HalfCheeta-v4")
+    assert "CartPole-v1" in refused(name, env_id="cartpole-v1", num_envs=2)
+    assert has_pool(name) or "CheetahRun-v1" in refused(name, env_id="CheetaRun-v1", env_backend="envpool")
+    assert "no_such_module" in refused(name, env_id="no_such_module:Env-v0")
+    assert "NoSuchEnv" in refused(name, env_id="tiny_envs:NoSuchEnv-v0")
+
+
+@pytest.mark.parametrize("name", [name for name in EAGER if not has_pool(name)])
+def test_wrong_kind_of_actions_is_refused(refused, name):
+    other = "tiny_envs:Reach-v0" if discrete(name) else "tiny_envs:Choose-v0"
+    assert other in refused(name, env_id=other)
+
+
+@each_script
+def test_observations_that_are_no_box_are_refused(refused, name):
+    prefix = "Choose" if discrete(name) else "Reach"
+    assert "Discrete(4)" in refused(name, env_id=f"tiny_envs:{prefix}Number-v0")
+
+
+WRONG = [
+    ("num_envs", 0), ("num_envs", -1), ("num_steps", 0), ("total_timesteps", 0), ("batch_size", 0),
+    ("num_workers", 0), ("envs_per_worker", -1), ("ready_batch", -1), ("ready_batch", 2), ("step_timeout", 0.0),
+    ("checkpoint_every", 0), ("gamma", 1.5), ("gamma", math.nan), ("learning_rate", math.inf),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [(name, *setting) for name in EAGER for setting in WRONG if hasattr(load(name).Args, setting[0])],
+)
+def test_settings_that_cannot_work_are_refused(refused, name, field, value):
+    assert f"--{field.replace('_', '-')}" in refused(name, **{field: value})
+
+
+@pytest.mark.parametrize("name", [name for name in EAGER if on_policy(name)])
+def test_rollouts_that_do_not_come_out_even_are_refused(refused, name):
+    assert "minibatches" in refused(name, num_minibatches=7)
+    assert "rollout" in refused(name, total_timesteps=63)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@each_script
+def test_absent_device_is_refused(refused, name):
+    assert "CUDA" in refused(name, device="cuda")
+    assert "cpu, cuda" in refused(name, device="gpu")
+
+
+@each_script
+def test_folder_that_cannot_be_written_is_refused(refused, tmp_path, name):
+    (tmp_path / "file").write_text("")
+    assert str(tmp_path / "file/run") in refused(name, run_dir=tmp_path / "file/run")
+    assert (tmp_path / "file").read_text() == ""
+
+
+@each_script
+def test_folder_in_use_is_refused_and_left_alone(refused, small_run, name):
+    folder = small_run(name).run_dir
+    before = contents(folder)
+    assert "--resume" in refused(name, run_dir=folder)
+    assert contents(folder) == before
+
+
+def remove_all(folder):
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def cut_checkpoint(folder):
+    with (folder / "checkpoint.pt").open("r+b") as file:
+        file.truncate(1000)
+
+
+def garble_checkpoint(folder):
+    (folder / "checkpoint.pt").write_bytes(b"no checkpoint" * 100)
+
+
+def forget_settings(folder):
+    torch.save({"script": "ppo.py"}, folder / "checkpoint.pt")
+
+
+@pytest.fixture
+def resume_refused(capsys):
+    def resume_refused(name: str, folder: Path, *flags: str) -> str:
+        before = contents(folder) if folder.exists() else None
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            command(name, "--resume", str(folder), *flags)
+        assert end.value.code == 2
+        error = error_of(capsys.readouterr().err)
+        assert (contents(folder) if folder.exists() else None) == before
+        return error
+
+    return resume_refused
+
+
+@pytest.mark.parametrize("damage", [remove_all, cut_checkpoint, garble_checkpoint, forget_settings])
+@each_script
+def test_broken_run_is_not_resumed(resume_refused, small_run, tmp_path, name, damage):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for file, content in contents(small_run(name).run_dir).items():
+        (folder / file).write_bytes(content)
+    damage(folder)
+    assert str(folder) in resume_refused(name, folder)
+
+
+@each_script
+def test_missing_run_is_not_resumed(resume_refused, tmp_path, name):
+    assert str(tmp_path / "none") in resume_refused(name, tmp_path / "none")
+
+
+@pytest.mark.parametrize("name", EAGER + COMPILED)
+def test_run_of_another_script_is_not_resumed(resume_refused, small_run, name):
+    """Of its twin, too, and with the other script's name, whatever settings that has."""
+    for other in EAGER:
+        if other != name:
+            assert f"{other}.py" in resume_refused(name, small_run(other).run_dir)
+
+
+@each_script
+def test_resumed_run_keeps_its_settings(resume_refused, small_run, name):
+    folder = small_run(name).run_dir
+    assert "--seed" in resume_refused(name, folder, "--seed", "7")
+    assert "--total-timesteps" in resume_refused(name, folder, "--total-timesteps", "123456")
+
+
+# The command line
+
+
+@pytest.mark.parametrize("name", EAGER + COMPILED)
+def test_help_explains_each_flag(capsys, name):
+    script = load(name)
+    with pytest.raises(SystemExit) as end:
+        tyro.cli(script.Args, args=["--help"])
+    assert end.value.code == 0
+    text = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    for field, comment in re.findall(r"^    (\w+): .+?  # (.+)$", source_of_settings(name), re.MULTILINE):
+        assert f"--{field.replace('_', '-')}" in text
+        assert comment in text
+
+
+def source_of_settings(name: str) -> str:
+    source = Path(load(name).__file__).read_text()
+    return source[source.index("class Args:") : source.index("\nMETRICS")]
+
+
+def test_command_of_leanrl_works(tmp_path):
+    """As its users know it, in a folder of theirs; only the environment and the budget are smaller."""
+    words = "--seed 1 --total-timesteps 4096 --compile --cudagraphs --env-id tiny_envs:Reach-v0 --device cpu"
+    process = helpers.start("ppo_continuous_action_torchcompile", *words.split(), cwd=tmp_path)
+    output, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"tiny_envs_Reach-v0__ppo_continuous_action_torchcompile__1__\d+", folder.name)
+    assert str(folder.relative_to(tmp_path)) in output
+    run = helpers.outcome(folder)
+    assert len(run.lines) == 2 and any(folder.glob("events.*"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA graphs are on")
+@pytest.mark.parametrize("name", COMPILED)
+def test_cuda_graphs_without_cuda_are_a_note(train, capsys, name):
+    train(name, compile=False, cudagraphs=True)
+    assert capsys.readouterr().err.count("CUDA graphs are off") == 1
+    train(name, compile=False, cudagraphs=False)
+    assert "CUDA graphs" not in capsys.readouterr().err

@@ -1,0 +1,180 @@
+"""The scripts are one text as far as they do the same, and a pair differs only where it says why."""
+
+import ast
+import dataclasses
+import difflib
+import io
+import re
+import sys
+import tokenize
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from helpers import PAIRS, ROOT, SCRIPTS, load
+
+# What each algorithm writes in its own way; any other function or class of one name has one text
+OWN_NAMES = {"Args", "ActorCritic", "Actor", "Critic", "QNetwork", "load_policy", "train"}
+# ... but for these: games of Atari come in pools, as stacks of frames
+OWN_TEXTS = {(name, "Envs") for name in ("ppo_atari_envpool", "ppo_atari_envpool_torchcompile")}
+# Args whose help differs for a reason: the kind of actions; PPO trains in whole rollouts; what a graph comprises
+OWN_HELP = {"env_id", "total_timesteps", "compile", "cudagraphs"}
+# Changed lines that a pair may have, where 60 do not do, and why
+MORE_LINES: dict[str, int] = {}
+HEADINGS = (
+    ["Collect", "Estimate advantages", "Learn", "Log"],  # on-policy
+    ["Act", "Step the environment", "Learn", "Log"],  # off-policy
+)
+
+each_script = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+each_pair = pytest.mark.parametrize(("eager", "compiled"), PAIRS, ids=lambda path: path.stem)
+
+
+def definitions(path: Path) -> dict[str, str]:
+    """The text of each top-level function and class, decorators included."""
+    lines, texts = path.read_text().splitlines(), {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            first = min(x.lineno for x in (node, *node.decorator_list))
+            texts[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+    return texts
+
+
+def fields(path: Path) -> dict[str, tuple[str, str]]:
+    """The type and the comment of each field of Args."""
+    texts = {}
+    for line in definitions(path)["Args"].splitlines():
+        if match := re.match(r"    (\w+): (.+?) = (.+?)  # (.+)$", line):
+            name, kind, _default, comment = match.groups()
+            texts[name] = kind, comment
+    return texts
+
+
+def body(path: Path) -> list[str]:
+    """The lines of a script without its docstring and imports."""
+    tree, lines = ast.parse(path.read_text()), path.read_text().splitlines()
+    for node in tree.body:
+        if node is tree.body[0] or isinstance(node, ast.Import | ast.ImportFrom):
+            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+    return [line for line in lines if line]
+
+
+def comparison(old: str, new: str) -> str:
+    return "\n".join(difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm=""))
+
+
+def test_each_script_has_a_twin():
+    assert SCRIPTS == sorted(path for pair in PAIRS for path in pair)
+
+
+def test_same_name_same_text():
+    first = {}
+    for path in SCRIPTS:
+        for name, text in definitions(path).items():
+            if (path.stem, name) in OWN_TEXTS:
+                continue
+            where, expected = first.setdefault(name, (path.name, text))
+            if name not in OWN_NAMES:
+                assert text == expected, f"{name} of {where}, {path.name}:\n{comparison(expected, text)}"
+
+
+@each_pair
+def test_pair_shares_all_but_settings_and_loop(eager, compiled):
+    ours, theirs = definitions(eager), definitions(compiled)
+    assert list(ours) == list(theirs)
+    for name in ours.keys() - {"Args", "train"}:
+        assert ours[name] == theirs[name], comparison(ours[name], theirs[name])
+
+
+@each_pair
+def test_each_hunk_of_a_pair_says_why(eager, compiled):
+    old, new = body(eager), body(compiled)
+    changes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    hunks = [(old[i1:i2], new[j1:j2]) for tag, i1, i2, j1, j2 in changes if tag != "equal"]
+    assert hunks
+    for removed, added in hunks:
+        assert any("# compile: " in line for line in added), "\n".join(["no reason:", *removed, "---", *added])
+
+
+@each_pair
+def test_pair_differs_little(eager, compiled):
+    old, new = eager.read_text().splitlines(), compiled.read_text().splitlines()
+    changes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    changed = sum(i2 - i1 + j2 - j1 for tag, i1, i2, j1, j2 in changes if tag != "equal")
+    assert changed <= MORE_LINES.get(eager.stem, 60)
+
+
+def test_same_setting_same_type_and_help():
+    versions = defaultdict(lambda: defaultdict(list))
+    for path in SCRIPTS:
+        for name, (kind, comment) in fields(path).items():
+            versions[name][kind if name in OWN_HELP else f"{kind}  # {comment}"].append(path.stem)
+    different = {name: texts for name, texts in versions.items() if len(texts) > 1}
+    lines = [f"--{name}: {text}: {', '.join(where)}" for name in different for text, where in different[name].items()]
+    assert not different, "\n".join(lines)
+
+
+@each_script
+def test_each_setting_has_help(path):
+    assert list(fields(path)) == [field.name for field in dataclasses.fields(load(path.stem).Args)]
+
+
+@each_script
+def test_loop_has_its_headings_in_order(path):
+    loop = definitions(path)["train"]
+    words = {word for headings in HEADINGS for word in headings}
+    comments = re.findall(r"^ +# ([A-Z][a-z ]+?)(?:[.,;:]|$)", loop, re.MULTILINE)
+    assert [comment for comment in comments if comment in words] in HEADINGS
+
+
+@each_script
+def test_imports_nothing_local(path):
+    """Copied anywhere, a script runs: it needs the standard library and what its header lists; wandb on request."""
+    allowed = sys.stdlib_module_names | {re.split(r"[\[=]", x)[0] for x in header(path)} | {"wandb"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            assert {alias.name.split(".")[0] for alias in node.names} <= allowed
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module.split(".")[0] in allowed
+
+
+def header(path: Path) -> list[str]:
+    """The dependencies of the inline metadata (PEP 723)."""
+    block = re.match(r"# /// script\n((?:#.*\n)+?)# ///\n", path.read_text()).group(1)
+    return re.findall(r'"([^">]+)"', block.partition("dependencies")[2])
+
+
+def packages(file: str) -> dict[str, str]:
+    """Name with extras -> version specifier, of a file in requirements/."""
+    lines = (line.partition("#")[0].strip() for line in (ROOT / "requirements" / file).read_text().splitlines())
+    matches = (re.match(r"([\w.-]+(?:\[[\w,]+\])?)(.*)", line) for line in lines if line and line[0] != "-")
+    return {name.lower().replace("_", "-"): specifier for name, specifier in (m.groups() for m in matches)}
+
+
+@each_script
+def test_header_pins_what_requirements_pin(path):
+    pins = dict(dependency.split("==") for dependency in header(path))
+    constraints = packages("constraints.txt")
+    assert pins.keys() == packages("requirements.txt").keys() - {"matplotlib"}
+    for name, version in pins.items():
+        assert f"=={version}" == constraints[name.partition("[")[0]], name
+
+
+@each_script
+def test_lines_are_short_and_little_indented(path):
+    depth = 0
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        depth += (token.type == tokenize.INDENT) - (token.type == tokenize.DEDENT)
+        assert depth <= 4, f"line {token.start[0]} is indented {depth} times"
+    assert max(len(line) for line in path.read_text().splitlines()) <= 120
+
+
+def test_each_name_is_compared():
+    """A guard for the tests above: they see the definitions and settings that all scripts are known to share."""
+    scripts_with = defaultdict(int)
+    for path in SCRIPTS:
+        for name in {*definitions(path), *fields(path)}:
+            scripts_with[name] += 1
+    assert scripts_with["Envs"] + scripts_with["Pool"] == len(SCRIPTS)
+    for name in ("Run", "validate", "load_checkpoint", "Args", "train", "seed", "env_id", "gamma"):
+        assert scripts_with[name] == len(SCRIPTS), name

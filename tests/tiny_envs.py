@@ -1,0 +1,143 @@
+"""Environments that take no time and whose course is known, as `tiny_envs:Name-v0`; the tests' folder must be a path.
+
+`received` holds the actions that all environments of this process were given, in order. The environment variable
+TINY_EVENT makes something happen at an environment's own n-th step: SIGKILL@n to this process, another signal to the
+training, raise@n, nan_reward@n, nan_obs@n. Of several worker processes it happens in all but the first.
+"""
+
+import multiprocessing
+import os
+import signal
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.spaces import Box, Dict, Discrete
+
+EVENT = os.environ.get("TINY_EVENT", "")
+received = []
+last_observation = 0.5
+
+PUSH = Box(np.array([-0.1, -2.0], np.float32), np.array([0.3, 0.5], np.float32))  # each dimension has its own bounds
+CHOICE = Discrete(3, start=5)
+LINE = Box(-np.inf, np.inf, (3,))
+
+
+class Tiny(gym.Env):
+    """What all share: records its actions, and lets EVENT happen. A subclass says what `start` and `move` return."""
+
+    def __init__(self, action_space: gym.Space, observation_space: gym.Space = LINE):
+        self.action_space, self.observation_space, self.steps = action_space, observation_space, 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed, options=options)
+        return self.start(), {}
+
+    def step(self, action):
+        received.append(np.array(action))
+        self.steps += 1
+        obs, reward, terminated, truncated = self.move(action)
+        event, _, at = EVENT.partition("@")
+        if at == str(self.steps) and not multiprocessing.current_process().name.endswith("-0"):
+            if event == "raise":
+                raise RuntimeError("this environment broke")
+            elif event == "nan_reward":
+                reward = float("nan")
+            elif event == "nan_obs":
+                obs = obs * np.nan
+            else:
+                training = multiprocessing.parent_process() or multiprocessing.current_process()
+                os.kill(os.getpid() if event == "SIGKILL" else training.pid, getattr(signal, event))
+        return obs, reward, terminated, truncated, {}
+
+
+class Reach(Tiny):
+    """A point to be pushed to the origin. Every tenth step or so ends the episode; gymnasium cuts it at 15 steps."""
+
+    def start(self):
+        self.position = self.np_random.normal(size=2)
+        return self.observe()
+
+    def observe(self):
+        return np.array([*self.position, self.np_random.normal()], dtype=np.float32)
+
+    def move(self, action):
+        push = action if isinstance(self.action_space, Box) else np.array([action - 6, 0.1])
+        self.position = 0.9 * self.position + 0.3 * push
+        return self.observe(), -float(np.abs(self.position).sum()), self.np_random.random() < 0.1, False
+
+
+class Count(Tiny):
+    """Observes (episode, its steps so far, the first number of the last action); rewards 100 * episode + steps.
+
+    Even episodes terminate at step 3, odd ones are truncated at step 5.
+    """
+
+    def __init__(self):
+        super().__init__(PUSH)
+        self.episode = -1
+
+    def start(self):
+        self.episode, self.t = self.episode + 1, 0
+        return np.array([self.episode, 0, 0], dtype=np.float32)
+
+    def move(self, action):
+        self.t += 1
+        obs, even = np.array([self.episode, self.t, action[0]], dtype=np.float32), self.episode % 2 == 0
+        return obs, 100.0 * self.episode + self.t, even and self.t == 3, not even and self.t == 5
+
+
+class Same(Tiny):
+    """Always the same observation, so that nothing tells two steps apart. Ends, if ever, after four steps.
+
+    The reward is 1 in an environment that ends; in an endless one, the smaller the action the greater it is. What is
+    observed at the end is `last_observation`.
+    """
+
+    def __init__(self, action_space: gym.Space, end: str | None):
+        super().__init__(action_space)
+        self.end = end
+
+    def start(self):
+        self.t = 0
+        return np.full(3, 0.5, dtype=np.float32)
+
+    def move(self, action):
+        self.t += 1
+        end = self.end if self.t == 4 else None
+        obs = np.full(3, last_observation if end else 0.5, dtype=np.float32)
+        return obs, 1.0 if self.end else -float(np.abs(action).sum()), end == "terminated", end == "truncated"
+
+
+class Shaped(Tiny):
+    """Observations of a given space, filled with 0, 1, 2, ... in the order of the keys, plus the number of steps."""
+
+    def __init__(self, observation_space: gym.Space):
+        super().__init__(PUSH, observation_space)
+
+    def start(self):
+        self.t = 0
+        return self.observe()
+
+    def observe(self):
+        if isinstance(self.observation_space, Dict):
+            a = np.arange(2.0).reshape(1, 2) + self.t
+            return {"b": np.arange(2.0, 5.0) + self.t, "a": a}
+        return (np.arange(6).reshape(2, 3, 1) + self.t).astype(np.uint8)
+
+    def move(self, _action):
+        self.t += 1
+        return self.observe(), 1.0, False, self.t == 20
+
+
+for prefix, space in ("", PUSH), ("Discrete", CHOICE):
+    gym.register(f"{prefix}Same-v0", Same, kwargs={"action_space": space, "end": None})
+    for end in "terminated", "truncated":
+        gym.register(f"{prefix}{end.title()}-v0", Same, kwargs={"action_space": space, "end": end})
+gym.register("Reach-v0", Reach, kwargs={"action_space": PUSH}, max_episode_steps=15)
+gym.register("Choose-v0", Reach, kwargs={"action_space": CHOICE}, max_episode_steps=15)
+gym.register("ReachNumber-v0", Tiny, kwargs={"action_space": PUSH, "observation_space": Discrete(4)})
+gym.register("ChooseNumber-v0", Tiny, kwargs={"action_space": CHOICE, "observation_space": Discrete(4)})
+gym.register("Count-v0", Count)
+gym.register("Image-v0", Shaped, kwargs={"observation_space": Box(0, 255, (2, 3, 1), np.uint8)})
+PARTS = {"b": Box(-np.inf, np.inf, (3,), np.float64), "a": Box(-np.inf, np.inf, (1, 2), np.float64)}
+gym.register("Parts-v0", Shaped, kwargs={"observation_space": Dict(PARTS)})
