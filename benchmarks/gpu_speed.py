@@ -88,7 +88,8 @@ def results_of(contestants: list[Contestant], parity: dict[str, Path], device: s
         ratios = [throughput.ratio(own, name, "eager") for name in measured if has_eager]
         same = json.loads(parity[script].read_text()) if script in parity and parity[script].exists() else {}
         env_id = load_script(SCRIPTS / f"{script}.py").Args.__dataclass_fields__["env_id"].default
-        result = {"script": script, "env_id": env_id, "device": device, "contestants": own, "ratios": ratios}
+        result = {"script": script, "env_id": env_id, "flags": "", "device": device}
+        result |= {"contestants": own, "ratios": ratios}
         results.append(result | {"parity": same, "provenance": provenance()})
     return results
 

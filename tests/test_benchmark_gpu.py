@@ -21,8 +21,8 @@ FILES = {"report.md", "speed.json", "speed.png", "inference.json", "inference.pn
 def test_dry_run(tmp_path):
     done = benchmark("gpu", "--dry-run", tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    assert {path.name for path in (tmp_path / "out").iterdir()} == FILES and len(FILES) <= 8
     text = (tmp_path / "out" / "report.md").read_text()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == FILES and len(FILES) <= 8, text
     assert text.count("| done, ") == 4 and "dry run" in text and str(tmp_path) not in text and "/tmp" not in text
     (result,) = json.loads((tmp_path / "out" / "speed.json").read_text())
     assert result["parity"]["lean"]["equal"] and result["parity"]["lean"]["weights"] == 0  # the twins are alike
