@@ -20,7 +20,7 @@ A = number of actions, P = number of parameters.
 
 Departures from CleanRL's script of the same name, whose settings these are: a truncated game bootstraps from the value
 of its last observation, and the rows in which games reset themselves are masked; a return is the score of a whole game,
-be it terminated or truncated.
+be it terminated or truncated; --target-kl looks at the mean over an epoch.
 """
 
 import difflib
@@ -318,9 +318,13 @@ def validate(args: Args) -> torch.device:
     try:
         device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
         fail(f"--device must be auto, cpu, cuda or cuda:N, not {args.device}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         fail(f"--device {args.device}: PyTorch finds {torch.cuda.device_count()} CUDA devices here")
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # CUDA graphs are recorded on the current device
     return device
 
 
@@ -330,19 +334,20 @@ def load_checkpoint(args: Args) -> tuple[Args, dict | None]:
         return args, None
     try:
         checkpoint = torch.load(Path(args.resume, "checkpoint.pt"), map_location="cpu", weights_only=True)
-        script, saved_args = checkpoint["script"], checkpoint["args"]
+        script, saved = checkpoint["script"], checkpoint["args"]
+        saved = Args(**saved) if script == Path(__file__).name else None
     except FileNotFoundError:
         fail(f"--resume {args.resume}: there is no checkpoint.pt in this folder")
     except Exception as error:  # whatever unpickling a broken file brings up
         fail(f"--resume {args.resume}: checkpoint.pt can't be read ({type(error).__name__})")
-    if script != Path(__file__).name:
+    if saved is None:
         fail(f"--resume {args.resume}: this is a run of {script}")
-    saved = Args(**saved_args)
     for field in fields(Args):
         given = getattr(args, field.name)
         if field.name not in ("resume", "device") and given not in (field.default, getattr(saved, field.name)):
             fail(f"--{field.name.replace('_', '-')}: a resumed run keeps its settings; leave this flag out")
-    return replace(saved, resume=args.resume, device=args.device), checkpoint
+    device = saved.device if args.device == "auto" else args.device
+    return replace(saved, resume=args.resume, device=device), checkpoint
 
 
 def set_rng_state(state: dict) -> None:
@@ -503,6 +508,7 @@ def train(args: Args) -> Path:
     torch.manual_seed(args.seed)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.set_float32_matmul_precision(args.matmul_precision)
+    torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"  # of convolutions
     torch.backends.cudnn.benchmark = True  # the shapes never change: let it find the fastest kernels for them
     seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(args.num_envs) >> 1  # EnvPool takes 31 bits
     envs = Envs(args, seeds.tolist())
@@ -524,7 +530,7 @@ def train(args: Args) -> Path:
     num_rows = (args.num_steps + 2) * args.num_envs
     rows = torch.arange(args.num_envs, num_rows, device=device).view(args.num_steps + 1, envs.num_pools, -1)
     learnt = slice(args.num_envs, args.num_envs + batch_size)
-    obs = torch.zeros(num_rows, 21, 21, 64, dtype=torch.uint8, device=device)
+    obs = torch.zeros(num_rows, 21, 21, 8, dtype=torch.int64, device=device)  # eight bytes at a time
     action = torch.zeros(num_rows, dtype=torch.int64, device=device)
     log_prob, value = torch.zeros(2, num_rows, device=device)
     noise = torch.zeros(num_rows, num_actions, device=device)
@@ -539,7 +545,7 @@ def train(args: Args) -> Path:
         stack = push_frame(obs.index_select(0, row - args.num_envs), frame, is_first)
         log_probs, values = actor(stack)
         sample = (log_probs - noise[row].log()).argmax(1)
-        obs.view(torch.int64)[row] = stack.view(torch.int64)
+        obs[row] = stack.view(torch.int64)
         value[row], action[row] = values, sample
         log_prob[row] = log_probs.gather(1, sample.unsqueeze(1)).squeeze(1)
         return sample
@@ -557,7 +563,7 @@ def train(args: Args) -> Path:
         """One step of Adam on the rows `index` (M,) of the batch -> the first six `METRICS`."""
         batch = (*estimates, action[learnt], log_prob[learnt], value[learnt])
         advantage, returns, valid, chosen, old_log_prob, old_value = (x[index] for x in batch)
-        log_probs, new_value = agent(obs[learnt].index_select(0, index))
+        log_probs, new_value = agent(obs[learnt].index_select(0, index).view(torch.uint8))
         log_ratio = log_probs.gather(1, chosen.unsqueeze(1)).squeeze(1) - old_log_prob
         ratio = log_ratio.exp()
         if args.norm_adv:

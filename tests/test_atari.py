@@ -237,8 +237,9 @@ def test_actions_are_drawn_with_the_probabilities_of_the_policy(play, monkeypatc
     monkeypatch.setattr(SCRIPT.ActorCritic, "__init__", set_policy)
     _, played = play(num_envs=8, total_timesteps=1024, num_steps=64, update_epochs=1, learning_rate=0.0)
     frequencies = np.bincount(played.actions.reshape(-1), minlength=4) / played.actions.size
-    deviation = np.sqrt(probabilities * (1 - probabilities) / played.actions.size).numpy()
-    assert (np.abs(frequencies - probabilities.numpy()) < 4 * deviation).all()
+    expected = probabilities.numpy()
+    deviation = np.sqrt(expected * (1 - expected) / played.actions.size)
+    assert (np.abs(frequencies - expected) < 4 * deviation).all()
 
 
 def test_value_is_that_of_the_policy_that_collected(train, monkeypatch):

@@ -160,6 +160,11 @@ def test_flags_work_past_learning_starts(train, name, settings, twin):
         assert adam_steps(run.checkpoint["actor_optimizer"]) == run.checkpoint["num_updates"] - missed
 
 
+def test_exploration_can_be_annealed_from_the_start(train):
+    lines = train("dqn", exploration_fraction=0.0).lines
+    assert [line["charts/epsilon"] for line in lines] == pytest.approx([0.05] * len(lines))
+
+
 @pytest.mark.parametrize("name", OFF_POLICY)
 def test_without_its_replay_a_resumed_run_first_collects_anew(train, name):
     script = load(name)

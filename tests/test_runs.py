@@ -366,6 +366,19 @@ def test_rollouts_that_do_not_come_out_even_are_refused(refused, name):
 def test_absent_device_is_refused(refused, name):
     assert "CUDA" in refused(name, device="cuda")
     assert "cpu, cuda" in refused(name, device="gpu")
+    assert "cpu, cuda" in refused(name, device="mps")
+
+
+@pytest.mark.parametrize("name", [name for name in EAGER if hasattr(load(name).Args, "log_every")])
+def test_checkpoints_without_a_line_of_the_log_are_refused(refused, name):
+    assert "--checkpoint-every" in refused(name, checkpoint_every=49, log_every=50)
+
+
+def test_fixed_temperature_of_zero_is_refused(capsys, tmp_path):
+    flags = helpers.flags("sac_continuous_action", alpha=0.0, run_dir=tmp_path / "refused")
+    with pytest.raises(SystemExit) as end:
+        command("sac_continuous_action", *flags, "--no-autotune")
+    assert end.value.code == 2 and "--alpha" in capsys.readouterr().err
 
 
 @each_script
