@@ -35,7 +35,7 @@ def compile_flags(flags: list[str]) -> tuple[list[str], list[str]]:
     missing = missing_for_compile()
     if missing is None or "--no-compile" in flags:
         return [], []
-    print(f"this machine lacks {missing}, which torch.compile needs: training with --no-compile, 3 times slower")
+    print(f"this machine lacks {missing}, which torch.compile needs: training with --no-compile, half as fast")
     is_new = flag_value(flags, "resume") is None
     return ["--total-timesteps", UNCOMPILED_STEPS] if is_new else [], ["--no-compile"] if is_new else []
 

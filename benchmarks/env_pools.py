@@ -26,7 +26,7 @@ from tqdm import tqdm
 from benchmarks import plots, pool_models, pool_peers, processes, runs, speed
 from benchmarks.ceilings import SECTIONS
 from benchmarks.programs import ROOT, SCRIPTS, fail
-from benchmarks.results import describe, provenance, table
+from benchmarks.results import describe, make_folder, provenance, stop_by_exception, table, write_whole
 from benchmarks.sleeping import CHANCE, STEP, TAIL, Sleeping
 
 SIZES = (6, 12, 24)  # sleeping environments
@@ -54,7 +54,7 @@ class Options:
     seconds: float = 2.0  # of each measurement
     minute: float = 60.0  # seconds during which workers are killed
     seeds: tuple[int, ...] = (1, 2, 3)  # of the runs whose workers are killed
-    out: Path = ROOT / "benchmarks" / "results" / "env_pools"  # folder of the results
+    out: Path = Path("runs/env_pools")  # folder of the results; those of the README: benchmarks/results/env_pools
 
 
 @dataclass
@@ -413,10 +413,7 @@ def check(options: Options) -> None:
             fail(f"--{name} must be more than 0")
     if any(size <= 0 or size % 6 for size in options.sizes):
         fail("--sizes must be multiples of 6, so that workers of 2 and of 3 environments come out even")
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f"can't write to {options.out}: {error.strerror}")
+    make_folder(options.out)
 
 
 def main(options: Options) -> None:
@@ -425,10 +422,14 @@ def main(options: Options) -> None:
     tasks = {} if "sleeping" not in options.parts else tasks
     others = {"rllib": measure_rllib, "overhead": measure_overhead, "split": measure_split, "killed": measure_killed}
     tasks |= {part: others[part] for part in options.parts if part in others}
-    tqdm.monitor_interval = 0  # no thread of its own: processes are started by forking
+    stop_by_exception()
     for name, task in tasks.items():
-        result = task(options) | {"rounds": options.rounds, "provenance": provenance()}
-        (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        try:
+            result = task(options) | {"rounds": options.rounds, "provenance": provenance()}
+        except KeyboardInterrupt:
+            print(f"\nstopped during {name}; what was finished before lies in {options.out}", file=sys.stderr)
+            sys.exit(130)
+        write_whole(options.out / f"{name}.json", json.dumps(result, indent=1) + "\n")
         text = write_summary(options.out)
     print(text)
     print(f"written to {options.out}: env_pools.md, env_pools.png, {', '.join(f'{name}.json' for name in tasks)}")

@@ -27,7 +27,7 @@ from benchmarks.programs import VARIANTS, check_known, fail, pairs
 from benchmarks.results import describe, estimate, make_folder, provenance, stop_by_exception, table, write_whole
 
 FIRST = ("ppo_continuous_action", "sac_continuous_action", "td3_continuous_action", "ppo_atari_envpool", "dqn", "ppo")
-NEEDED = ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "tyro", "matplotlib")
+NEEDED = ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "tensorboard")  # and what this module imports
 SHARES = {"speed": 0.5, "inference": 0.24, "rollout": 0.12, "device_use": 0.14}  # of the time, by importance
 # Of the ways to run a network those that can be compiled in time
 PATHS = ("eager", "inductor", "inductor/reduce-overhead", "CudaGraphModule", "inductor+CudaGraphModule", "aoti")
@@ -47,9 +47,9 @@ class Plan:
 
     device: str = "cuda"
     variants: tuple[str, ...] = tuple(VARIANTS)
-    window: float = 2.5  # seconds that a script is awake
+    window: float = 1.5  # seconds that a script is awake
     rounds: int = 6  # times that it is, at most
-    inference: dict = field(default_factory=lambda: {"batch_sizes": (1, 64, 4096), "seconds": 0.15, "paths": PATHS})
+    inference: dict = field(default_factory=lambda: {"batch_sizes": (1, 64, 4096), "seconds": 0.08, "paths": PATHS})
     rollout: dict = field(default_factory=lambda: {"num_envs": (8,), "backends": ("envpool",), "seconds": 1.0})
     profiled: tuple[str, ...] = ("eager", "compile", "compile+cudagraphs")
     profile_seconds: float = 1.0

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks import processes, runs, speed, throughput, turns
 from benchmarks.programs import SCRIPTS, command, endless_flags, load_script
-from benchmarks.results import provenance
+from benchmarks.results import provenance, write_whole
 
 STARTING = 0.5  # share of the time until all must be steady
 
@@ -132,7 +132,7 @@ def measure_speeds(
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     size = max(1, processes.free_slots(processes.SCRIPT_MEMORY) // (len(variants) + 1))
     groups = [scripts[i : i + size] for i in range(0, len(scripts), size)]
-    everyone, parity = [], {script: folder / f"{script}.parity.json" for script in scripts}
+    everyone, checks, parity = [], [], {script: folder / f"{script}.parity.json" for script in scripts}
     try:
         for i, group in enumerate(groups):
             started = time.perf_counter()
@@ -141,12 +141,17 @@ def measure_speeds(
             everyone += own
             for contestant in own:
                 contestant.start(device, environment)
-            checks = []
+            own_checks = []
             for script in group:
                 program = [sys.executable, "-m", "benchmarks.parity", script, str(parity[script]), *variants[1:]]
                 output = folder / f"{script}.parity.out"
-                checks.append(processes.start([*program, "--", "--device", device], output, **environment))
-            wait_until_ready(own, checks, started + STARTING * (end - started))
+                own_checks.append(processes.start([*program, "--", "--device", device], output, **environment))
+            checks += own_checks
+            wait_until_ready(own, own_checks, started + STARTING * (end - started))
+            for script, check in zip(group, own_checks, strict=True):
+                if not parity[script].exists():
+                    reason = {"equal": False, "failed": turns.without_paths(turns.end_of(check))}
+                    write_whole(parity[script], json.dumps(dict.fromkeys(variants[1:], reason)))
             for turn in range(rounds):
                 for contestant in own[:: 1 if turn % 2 == 0 else -1]:
                     if contestant.failed is None and time.perf_counter() + window < end:
@@ -157,7 +162,6 @@ def measure_speeds(
             for contestant in own:
                 contestant.child.kill()
     finally:
-        for contestant in everyone:
-            if contestant.child:
-                contestant.child.kill()
+        for child in [x.child for x in everyone if x.child] + checks:
+            child.kill()
     return results_of(everyone, parity, device)

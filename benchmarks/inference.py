@@ -27,7 +27,7 @@ from benchmarks import plots, turns
 from benchmarks.inference_worker import TOLERANCE
 from benchmarks.networks import NETWORKS
 from benchmarks.paths import path_names
-from benchmarks.programs import ROOT, check_known, fail
+from benchmarks.programs import check_known, fail
 from benchmarks.results import describe, make_folder, provenance, stop_by_exception, table, write_whole
 
 NOISE = "eager"  # the path that is measured against itself: what it gains is the error of all the others
@@ -56,7 +56,7 @@ class Options:
     timeout: float = 600.0  # seconds that a process may take to compile, and to measure
     time_limit: float = float("inf")  # seconds for everything; what is not done by then is said to be missing
     smoke: bool = False  # a short run, to see that all works: one network, two batch sizes, few paths
-    out: Path = ROOT / "benchmarks" / "results" / "inference"  # folder of the results
+    out: Path = Path("runs/inference")  # folder of the results; those of the README: benchmarks/results/inference
 
 
 def check(options: Options) -> Options:

@@ -66,8 +66,14 @@ def deviations(run: tuple, reference: tuple) -> dict:
 def main(script: str, result: Path, variants: list[str], flags: list[str]) -> None:
     """Write what is known after each variant."""
     found = {}
+    torch.backends.cudnn.deterministic = True
     with tempfile.TemporaryDirectory() as folder, torch._inductor.config.patch(fallback_random=True):
-        reference = train(script, "eager", Path(folder, "eager"), flags)
+        try:
+            reference = train(script, "eager", Path(folder, "eager"), flags)
+        except Exception as error:
+            reason = {"equal": False, "failed": f"eager: {turns.describe_error(error)}"}
+            write_whole(result, json.dumps(dict.fromkeys(variants, reason)))
+            return
         for variant in variants:
             try:
                 found[variant] = deviations(train(script, variant, Path(folder, variant), flags), reference)

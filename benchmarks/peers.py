@@ -24,7 +24,7 @@ from types import ModuleType
 import numpy as np
 import tyro
 
-from benchmarks.programs import PEERS, SCRIPTS, check_known, fail, load_script, pairs
+from benchmarks.programs import PEERS, SCRIPTS, check_known, fail, has_peers, load_script, pairs
 from benchmarks.results import git, gpu_model, package_versions
 
 
@@ -192,7 +192,7 @@ def main(arguments: list[str]) -> None:
         fail("name a peer and a script")
     peer, script, *flags = arguments
     check_known("peer", [peer], list(PEERS))
-    check_known("script", [script], pairs())
+    check_known("script", [script], [name for name in pairs() if has_peers(name)])
     if importlib.util.find_spec(PEERS[peer]) is None:
         fail(f"{peer} is not installed: pip install -r requirements/requirements-benchmark.txt")
     print(train(peer, script, flags))

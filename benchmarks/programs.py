@@ -34,6 +34,11 @@ def pairs() -> list[str]:
     return sorted(path.stem.removesuffix(SUFFIX) for path in SCRIPTS.glob(f"*{SUFFIX}.py"))
 
 
+def has_peers(script: str) -> bool:
+    """Whether other libraries can train as a script does: they have no pool that does not wait for all."""
+    return not hasattr(load_script(SCRIPTS / f"{script}.py"), "Pool")
+
+
 def check_known(kind: str, names: list[str] | tuple[str, ...], known: list[str]) -> None:
     """Refuse names that do not exist, saying which do."""
     unknown = [name for name in names if name not in known]
@@ -79,6 +84,12 @@ def same_phase(script: str) -> list[str]:
     """Flags that hold constant what would change over a run, so that slow and fast programs do the same work."""
     fields = load_script(SCRIPTS / f"{script}.py").Args.__dataclass_fields__
     return [f"--epsilon-start={fields['epsilon_end'].default}"] if "epsilon_end" in fields else []
+
+
+def often_logged(script: str) -> list[str]:
+    """Flags that make a script that learns at each step, and is slow, write a line about each second."""
+    fields = load_script(SCRIPTS / f"{script}.py").Args.__dataclass_fields__
+    return ["--log-every=200"] if "log_every" in fields and "train_frequency" not in fields else []
 
 
 def endless_flags(script: str, device: str) -> list[str]:

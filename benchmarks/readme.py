@@ -29,27 +29,28 @@ def sources(results: list[dict]) -> list[str]:
 
 
 def speed_row(result: dict) -> list[str]:
-    """Cells of one script: steps/s of SB3, eager, compiled; ratios, time to the first update, share of the ceiling."""
+    """Cells of one script: steps/s of SB3, SBX, eager, compiled; ratios, time to the first update, share of ceiling."""
     contestants = result["contestants"]
     ratios = {(x["of"], x["to"]): estimate(x["ratio"], x["interval"], ".1f") for x in result["ratios"]}
-    speeds = [f"{contestants[name]['steps_per_second']:,.0f}" for name in ("sb3", "eager", "compile")]
-    compiled = contestants["compile"]
+    known = {name: x["steps_per_second"] for name, x in contestants.items() if "steps_per_second" in x}
+    speeds = [f"{known[name]:,.0f}" if name in known else "-" for name in ("sb3", "sbx", "eager", "compile")]
+    starts = [contestants["compile"].get(f"{cache}_seconds") for cache in ("cold", "warm")]
     parts = result.get("ceilings", {}).get("variants", {}).get("compile")
     return [
         f"`{result['script']}`, {result['env_id']}" + f" `{result['flags']}`" * bool(result["flags"]),
         *speeds,
-        ratios["eager", "sb3"],
-        ratios["compile", "sb3"],
-        f"{compiled['cold_seconds']:.0f} / {compiled['warm_seconds']:.0f}",
+        *(ratios.get(pair, "-") for pair in (("eager", "sb3"), ("compile", "sb3"), ("compile", "eager"))),
+        " / ".join("-" if x is None else f"{x:.0f}" for x in starts),
         f"{parts['fraction_reached']:.0%} of {parts['summed_ceiling']:,.0f}" if parts else "-",
     ]
 
 
 def speed_section() -> list[str]:
-    """The table of speeds, of all scripts that were measured beside SB3."""
-    results = [x for x in load("throughput/*.json") if {"sb3", "eager", "compile"} <= x["contestants"].keys()]
-    header = ["steady environment steps/s, 2 CPU cores", "SB3", "eager", "compiled", "eager / SB3 [95 %]"]
-    header += ["compiled / SB3 [95 %]", "first update, cold / warm (s)", "of the summed ceiling"]
+    """The table of speeds."""
+    results = load("throughput/*.json")
+    header = ["steady environment steps/s, 2 CPU cores", "SB3", "SBX", "eager", "compiled", "eager / SB3 [95 %]"]
+    header += ["compiled / SB3 [95 %]", "compiled / eager [95 %]", "first update, cold / warm (s)"]
+    header += ["of the summed ceiling"]
     lines = [*table(header, [speed_row(result) for result in results]), ""]
     lines += ["All contestants in interleaved rounds of fresh processes, with the same hyperparameters, networks and"]
     lines += ["threads. [Everything that was measured](benchmarks/results/throughput/throughput.md), with peak memory,"]
@@ -96,6 +97,10 @@ def rollout_section() -> list[str]:
     return [*lines, *sources([result]), ""]
 
 
+def plural(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
 def learning_rows(report: dict) -> list[list[str]]:
     """Cells of each environment of a report: eager and compiled beside CleanRL."""
     groups = {}
@@ -103,11 +108,15 @@ def learning_rows(report: dict) -> list[list[str]]:
         groups.setdefault((row["script"], row["env_id"]), {})[row["variant"]] = row
     cells = []
     for (script, env_id), variants in groups.items():
-        known = next(iter(variants.values()))
+        known = next((x for x in variants.values() if x["seeds"]), None)
+        if known is None:
+            continue
         published = known["published"]
         measured = [variants.get("eager"), variants.get("compile")]
         scores = [
-            f"{estimate(x['iqm'], x['interval'], ',.0f')}, {len(x['seeds'])} seeds, {x['verdict']}" if x else "-"
+            f"{estimate(x['iqm'], x['interval'], ',.0f')}, {plural(len(x['seeds']), 'seed')}, {x['verdict']}"
+            if x and x["seeds"]
+            else "-"
             for x in measured
         ]
         theirs = f"{published['mean']:,.0f} ± {published['std']:,.0f}" if published else "-"

@@ -20,7 +20,7 @@ import tyro
 from tqdm import tqdm
 
 from benchmarks import plots, turns
-from benchmarks.programs import ROOT, check_known, fail
+from benchmarks.programs import check_known, fail
 from benchmarks.results import describe, estimate, make_folder, provenance, stop_by_exception, table, write_whole
 from benchmarks.rollout_worker import ACTORS, FAMILIES
 
@@ -47,7 +47,7 @@ class Options:
     jobs: int = 0  # processes that compile side by side; by default one for each core
     timeout: float = 600.0  # seconds that a process may take to compile, and to measure
     time_limit: float = float("inf")  # seconds for everything; what is not done by then is said to be missing
-    out: Path = ROOT / "benchmarks" / "results" / "rollout"  # folder of the results
+    out: Path = Path("runs/rollout")  # folder of the results; those of the README: benchmarks/results/rollout
 
 
 def check(options: Options) -> Options:

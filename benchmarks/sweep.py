@@ -5,6 +5,7 @@ OUT/journal.jsonl, gets a line when a run starts and when it ends, at once on di
 goes on without repeating a finished run; failed and broken-off runs start anew. At the end OUT/report is written.
 """
 
+import fcntl
 import json
 import os
 import shlex
@@ -22,6 +23,7 @@ from tqdm import tqdm
 
 from benchmarks import processes, report, runs
 from benchmarks.programs import SCRIPTS, check_known, command, default_variants, fail, load_script, pairs
+from benchmarks.results import make_folder, stop_by_exception
 
 TAIL = 8192  # bytes at the end of a log in which its last whole line is found
 
@@ -53,7 +55,11 @@ class Journal:
     """What was started and how it ended, a line each, written through to the disk before anything else happens."""
 
     def __init__(self, path: Path, settings: dict, resume: bool):
-        self.path, self.states = path, {}
+        self.path, self.states, self.file = path, {}, path.open("a")
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"another sweep is running in {path.parent}")
         lines = read_journal(path)
         if lines and not resume:
             fail(f"{path.parent} holds a sweep; --resume goes on with it, --out names another folder")
@@ -61,7 +67,6 @@ class Journal:
             fail(f"the sweep in {path.parent} was started with {json.dumps(lines[0].get('settings'))}")
         for line in lines[1:]:
             self.states[line["run"]] = line["state"]
-        self.file = path.open("a")
         if lines:
             self.file.write("\n")  # the last line may have been cut off
         else:
@@ -187,11 +192,8 @@ def check(options: Options) -> None:
             fail(f"--{name.replace('_', '-')} must be more than 0")
     if not options.seeds:
         fail("--seeds: name at least one")
-    try:
-        for folder in ("runs", "output"):
-            (options.out / folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f"can't write to {options.out}: {error.strerror}")
+    for folder in ("runs", "output"):
+        make_folder(options.out / folder)
 
 
 def main(options: Options) -> int:
@@ -199,8 +201,7 @@ def main(options: Options) -> int:
     settings = {"total_timesteps": options.total_timesteps, "flags": options.flags}
     journal = Journal(options.out / "journal.jsonl", settings, options.resume)
     jobs = plan(options)
-    tqdm.monitor_interval = 0  # no thread of its own: processes are started by forking
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stop_by_exception()
     try:
         run_all(jobs, options, journal)
     except KeyboardInterrupt:

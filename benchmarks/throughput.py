@@ -26,17 +26,27 @@ from benchmarks import device_use, plots, processes, runs, speed, stats
 from benchmarks.ceilings import SECTIONS
 from benchmarks.programs import (
     PEERS,
-    ROOT,
     SCRIPTS,
     VARIANTS,
     check_known,
     command,
     default_variants,
     fail,
+    has_peers,
+    often_logged,
     pairs,
     same_phase,
 )
-from benchmarks.results import describe, estimate, gpu_model, make_folder, provenance, stop_by_exception, table
+from benchmarks.results import (
+    describe,
+    estimate,
+    gpu_model,
+    make_folder,
+    provenance,
+    stop_by_exception,
+    table,
+    write_whole,
+)
 
 # Steps/s that LeanRL's README gives for one H100, number of CPU cores not stated
 PUBLISHED = {
@@ -52,7 +62,8 @@ compiled; medians, quartiles over the windows, bootstrap intervals of the ratios
 the start of the process to the first line of the log with a loss, with an empty and with a filled compile cache; "pays
 after" is the number of steps after which the compiled script has overtaken the eager one. Peak memory is that of the
 largest process. "Environment alone" steps it with random actions; the other parts are times in the running script; the
-summed ceiling is the speed that environment alone, policy and learner would reach if nothing else took time.
+summed ceiling is the speed that environment (alone or in the loop, the faster of the two), policy and learner would
+reach if nothing else took time.
 """.strip()
 
 
@@ -67,7 +78,7 @@ class Options:
     ceilings: bool = True  # also measure the environment alone, and where the time of each variant goes
     flags: str = ""  # more flags for all of them, as in --flags="--env-id Ant-v4"
     timeout: float = 900.0  # seconds after which a run is ended, steady or not
-    out: Path = ROOT / "benchmarks" / "results" / "throughput"  # folder of the results
+    out: Path = Path("runs/throughput")  # folder of the results; those of the README: benchmarks/results/throughput
 
 
 def follow(child: processes.Child, log: Path, options: Options) -> float | None:
@@ -154,10 +165,13 @@ def compare(contestants: dict[str, dict]) -> dict:
 def measure_ceilings(script: str, contestants: dict[str, dict], options: Options, bar: tqdm, caches: Path) -> dict:
     """Speed of the environment alone, and for each variant the time of each part and what these add up to.
 
-    The summed ceiling is 1 / (environment alone + policy + learner), seconds a step: what would be left if the loop
-    around them took no time at all, and the environment lost nothing beside the learner.
+    The summed ceiling is 1 / (environment + policy + learner), seconds a step: what would be left if the loop around
+    them took no time at all. The environment counts as it is alone or in the loop, whichever was faster.
     """
-    program, base = [sys.executable, "-m", "benchmarks.ceilings"], ["--no-tensorboard", *same_phase(script)]
+    program, base = (
+        [sys.executable, "-m", "benchmarks.ceilings"],
+        ["--no-tensorboard", *same_phase(script), *often_logged(script)],
+    )
     bar.set_postfix_str(f"{script}: environment alone")
     endless = ("--total-timesteps", str(10**12))
     result, _ = measure([*program, "env", str(SCRIPTS / f"{script}.py"), *base], options, endless)
@@ -176,7 +190,7 @@ def measure_ceilings(script: str, contestants: dict[str, dict], options: Options
         if "failed" in result or own is None:
             continue
         times = speed.section_times(run.lines, SECTIONS)
-        summed = 1 / (alone + times["policy"] + times["learn"])
+        summed = 1 / (min(alone, times["env"]) + times["policy"] + times["learn"])
         parts = {"microseconds_per_step": {key: 1e6 * value for key, value in times.items()}}
         ceilings["variants"][name] = parts | {"summed_ceiling": summed, "fraction_reached": own / summed}
     return ceilings
@@ -194,9 +208,9 @@ def measure_device_use(script: str, contestants: dict[str, dict], options: Optio
 
 def measure_script(script: str, options: Options, bar: tqdm) -> dict:
     """All rounds of one script, its variants and peers, and what follows from them."""
-    names = [*(options.variants or default_variants()), *options.peers]
+    names = [*(options.variants or default_variants()), *(options.peers if has_peers(script) else ())]
     results = {name: [] for name in names}
-    flags = ["--no-tensorboard", *same_phase(script)]
+    flags = ["--no-tensorboard", *same_phase(script), *often_logged(script)]
     caches = Path(tempfile.mkdtemp())
     try:
         for i in range(options.rounds):
@@ -325,7 +339,7 @@ def main(options: Options) -> None:
             except KeyboardInterrupt:
                 print(f"\nstopped during {script}; what was finished before lies in {options.out}", file=sys.stderr)
                 sys.exit(130)
-            (options.out / f"{file_name(script, options.flags)}.json").write_text(json.dumps(result, indent=1) + "\n")
+            write_whole(options.out / f"{file_name(script, options.flags)}.json", json.dumps(result, indent=1) + "\n")
             text = write_summary(options.out)
     print(text)
     names = ", ".join(f"{file_name(script, options.flags)}.json" for script in scripts)

@@ -43,11 +43,15 @@ class Worker:
 
 
 def end_of(child: processes.Child) -> str:
-    """What went wrong in a process that has ended with an error: its last line, or the signal."""
+    """What went wrong in a process that has ended with an error: the line that names it, its last line, or the signal.
+
+    PyTorch's errors go on for some lines, with advice, after the one that names them.
+    """
     code = child.poll()
     if code < 0:
         return f"ended by {signal.Signals(-code).name}"
-    return child.last_lines(1) or f"exit code {code}"
+    named = re.findall(r"^(?:error: |[\w.]*(?:Error|Exception)\b).*", child.last_lines(100), re.MULTILINE)
+    return (named[-1] if named else child.last_lines(1)) or f"exit code {code}"
 
 
 def prepare(workers: list[Worker], jobs: int, timeout: float, deadline: float) -> None:

@@ -97,12 +97,28 @@ def test_each_hunk_of_a_pair_says_why(eager, compiled):
         assert any("# compile: " in line for line in added), "\n".join(["no reason:", *removed, "---", *added])
 
 
-@each_pair
-def test_pair_differs_little(eager, compiled):
+def changed_lines(eager: Path, compiled: Path) -> int:
+    """Lines that one of a pair has and the other has not."""
     old, new = eager.read_text().splitlines(), compiled.read_text().splitlines()
     changes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
-    changed = sum(i2 - i1 + j2 - j1 for tag, i1, i2, j1, j2 in changes if tag != "equal")
-    assert changed <= MORE_LINES.get(eager.stem, 45)
+    return sum(i2 - i1 + j2 - j1 for tag, i1, i2, j1, j2 in changes if tag != "equal")
+
+
+@each_pair
+def test_pair_differs_little(eager, compiled):
+    assert changed_lines(eager, compiled) <= MORE_LINES.get(eager.stem, 45)
+
+
+@each_pair
+def test_readme_lists_the_pair(eager, compiled):
+    links = [f"[{path.name}](scripts/{path.name})" for path in (eager, compiled)]
+    row = f"| {links[0]} | {links[1]} | {changed_lines(eager, compiled)} lines |"
+    assert row in (ROOT / "README.md").read_text()
+
+
+def test_readme_shows_the_diff_as_it_is():
+    hunk = re.search(r"```diff\n(.+?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
+    assert re.sub(r"^\+", "", hunk, flags=re.MULTILINE) in (ROOT / "scripts" / "ppo_torchcompile.py").read_text()
 
 
 def test_same_setting_same_type_and_help():
