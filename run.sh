@@ -55,10 +55,10 @@ install() {
 command=${1:-help}
 [ $# -eq 0 ] || shift
 case $command in
-  demo | evaluate | inference | report | rollout | sweep) install requirements; exec .venv/bin/python -m "benchmarks.$command" "$@" ;;
-  throughput)
-    case " $* " in *" --peers"*) install requirements-benchmark ;; *) install requirements ;; esac
-    exec .venv/bin/python -m benchmarks.throughput "$@"
+  demo | evaluate | report | sweep) install requirements; exec .venv/bin/python -m "benchmarks.$command" "$@" ;;
+  inference | rollout | throughput)
+    case " $* " in *" --peers"* | *" ort"*) install requirements-benchmark ;; *) install requirements ;; esac
+    exec .venv/bin/python -m "benchmarks.$command" "$@"
     ;;
   env-pools) install requirements-benchmark; exec .venv/bin/python -m benchmarks.env_pools "$@" ;;
   gpu)

@@ -168,10 +168,8 @@ def measure_ceilings(script: str, contestants: dict[str, dict], options: Options
     The summed ceiling is 1 / (environment + policy + learner), seconds a step: what would be left if the loop around
     them took no time at all. The environment counts as it is alone or in the loop, whichever was faster.
     """
-    program, base = (
-        [sys.executable, "-m", "benchmarks.ceilings"],
-        ["--no-tensorboard", *same_phase(script), *often_logged(script)],
-    )
+    program = [sys.executable, "-m", "benchmarks.ceilings"]
+    base = ["--no-tensorboard", *same_phase(script), *often_logged(script)]
     bar.set_postfix_str(f"{script}: environment alone")
     endless = ("--total-timesteps", str(10**12))
     result, _ = measure([*program, "env", str(SCRIPTS / f"{script}.py"), *base], options, endless)
