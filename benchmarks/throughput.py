@@ -81,14 +81,17 @@ class Options:
     out: Path = Path("runs/throughput")  # folder of the results; those of the README: benchmarks/results/throughput
 
 
-def follow(child: processes.Child, log: Path, options: Options) -> float | None:
-    """Wait until the log holds enough steady seconds; returns the wall time to the line of the first update."""
+def follow(child: processes.Child, log: Path, options: Options, learns: bool) -> float | None:
+    """Wait until the log holds enough steady seconds; returns the wall time to the line of the first update.
+
+    Of a program that learns, none is steady before that.
+    """
     learnt = None
     while child.poll() is None and time.perf_counter() - child.started < options.timeout:
         lines, _ = runs.read_lines(log)
         if learnt is None and speed.first_update(lines) is not None:
             learnt = time.perf_counter() - child.started
-        left = options.seconds - speed.steady_seconds(lines)
+        left = options.seconds - (speed.steady_seconds(lines) if learnt or not learns else 0)
         if left <= 0:
             break
         # Looking seldom, in order not to take time from what is measured
@@ -97,9 +100,9 @@ def follow(child: processes.Child, log: Path, options: Options) -> float | None:
 
 
 def measure(
-    arguments: list[str], options: Options, last: tuple[str, ...] = (), **environment: str
-) -> tuple[dict, list[dict]]:
-    """(result, lines of its log) of one run; a result with `failed` if it ended badly or was never steady.
+    arguments: list[str], options: Options, last: tuple[str, ...] = (), learns: bool = True, **environment: str
+) -> tuple[dict, runs.Run]:
+    """(result, the run) of a program; a result with `failed` if it ended badly or was never steady.
 
     The user's flags override those in `arguments`, and are overridden by those in `last`.
     """
@@ -109,12 +112,12 @@ def measure(
             [*arguments, "--run-dir", str(run), *more, *last], Path(folder, "output"), **environment
         )
         try:
-            learnt = follow(child, run / "metrics.jsonl", options)
+            learnt = follow(child, run / "metrics.jsonl", options, learns)
         finally:
             was_running = child.poll() is None
             code = child.stop()
         run = runs.read_run(Path(folder, "run"))
-        speeds = speed.windows(run.lines, options.window)
+        speeds = speed.windows(run.lines, options.window) if learnt or not learns else np.zeros(0)
         result = {"speeds": speeds.tolist(), "first_update_seconds": learnt, **child.resources()}
         if (code != 0 and not was_running) or not len(speeds):
             tqdm.write(child.last_lines())
@@ -172,7 +175,7 @@ def measure_ceilings(script: str, contestants: dict[str, dict], options: Options
     base = ["--no-tensorboard", *same_phase(script), *often_logged(script)]
     bar.set_postfix_str(f"{script}: environment alone")
     endless = ("--total-timesteps", str(10**12))
-    result, _ = measure([*program, "env", str(SCRIPTS / f"{script}.py"), *base], options, endless)
+    result, _ = measure([*program, "env", str(SCRIPTS / f"{script}.py"), *base], options, endless, learns=False)
     bar.update()
     if "failed" in result:
         return {"failed": result["failed"]}

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from benchmark_helpers import benchmark, refusal, toy_flags
 
-from benchmarks import ceilings, processes, results, throughput
+from benchmarks import ceilings, processes, results, runs, throughput
 from benchmarks.programs import PEERS, SCRIPTS, load_script, pairs
 
 FLAGS = " ".join(["--log-every=50", "--learning-starts=100", "--total-timesteps=4000"])
@@ -114,6 +115,24 @@ def test_the_environment_alone_is_stepped_without_a_pause():
         envs = module.Envs(module.Args(async_envs=async_envs), [1, 2, 3, 4])
         seen.append(np.stack(list(islice(ceilings.rounds(envs, actions), 300))))
     assert seen[0].any() and (seen[0] == seen[1]).all()
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_no_program_that_learns_is_steady_before_its_first_update(tmp_path, learns):
+    """It acts at random for a second, at a speed that is of no interest."""
+    code = (
+        "import json, time; start = time.perf_counter()\n"
+        "for i in range(1000):\n"
+        "    time.sleep(0.02); seconds = time.perf_counter() - start\n"
+        "    row = {'global_step': 10 * i, 'seconds': seconds} | ({'losses/x': 1} if seconds > 1 else {})\n"
+        "    print(json.dumps(row), flush=True)"
+    )
+    log = tmp_path / "metrics.jsonl"
+    child = processes.start([sys.executable, "-c", code], log)
+    learnt = throughput.follow(child, log, throughput.Options(seconds=0.3), learns)
+    child.kill()
+    lines, _ = runs.read_lines(log)
+    assert (learnt is not None and learnt > 1 and lines[-1]["seconds"] > 1.3) if learns else learnt is None
 
 
 @pytest.mark.parametrize("peer", PEERS)
