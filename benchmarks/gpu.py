@@ -12,6 +12,7 @@ Writes at most eight files, flat into OUT_DIR; each is whole at any moment at wh
 
 import importlib.util
 import json
+import os
 import sys
 import tempfile
 import time
@@ -38,6 +39,7 @@ class Options:
     out: tyro.conf.Positional[Path]  # folder of the results
     scripts: tuple[str, ...] = ()  # pairs to measure, by the names of their eager twins; by default all
     time_limit: float = 525.0  # seconds for everything
+    memory_gib: float | None = None  # of the host, for all processes; by default what is free when each stage starts
     dry_run: bool = False  # the same on a CPU, at toy size, to see that all works
 
 
@@ -187,6 +189,10 @@ def check(options: Options) -> list[str]:
     check_known("script", options.scripts, pairs())
     if options.time_limit <= 0:
         fail("--time-limit must be more than 0")
+    if options.memory_gib is not None:
+        if options.memory_gib <= 0:
+            fail("--memory-gib must be more than 0")
+        os.environ["MEMORY_GIB"] = str(options.memory_gib)
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         fail(f"not installed: {', '.join(missing)}")

@@ -18,7 +18,12 @@ C_LIBRARY = ctypes.CDLL(None)
 
 
 def free_slots(memory: int) -> int:
-    """How many processes that take so many bytes the free memory is enough for, 1 at least."""
+    """How many processes that take so many bytes the memory is enough for, 1 at least.
+
+    That is the free memory or, where the system does not say how far it could grow, `MEMORY_GIB` of the environment.
+    """
+    if "MEMORY_GIB" in os.environ:
+        return max(1, int(float(os.environ["MEMORY_GIB"]) * 2**30) // memory)
     lines = Path("/proc/meminfo").read_text().splitlines()
     kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     return max(1, 1024 * kilobytes // memory)

@@ -50,8 +50,16 @@ def test_bad_input(tmp_path, capsys):
         ({"out": Path("/dev/null/x")}, "can't write"),
         ({"out": tmp_path / "new", "scripts": ("sarsa",)}, "no script sarsa"),
         ({"out": tmp_path / "new", "time_limit": 0}, "--time-limit"),
+        ({"out": tmp_path / "new", "memory_gib": 0}, "--memory-gib"),
     ):
         assert message in refusal(gpu.check, gpu.Options(**options, dry_run=True), capsys)
+
+
+def test_as_many_at_a_time_as_memory_is_enough_for(monkeypatch):
+    monkeypatch.setenv("MEMORY_GIB", "10")
+    assert processes.free_slots(3 * 2**30) == 3 and processes.free_slots(100 * 2**30) == 1
+    monkeypatch.delenv("MEMORY_GIB")
+    assert processes.free_slots(2**60) == 1 and processes.free_slots(2**20) > 10
 
 
 def test_the_most_important_pairs_come_first(tmp_path):
