@@ -45,7 +45,7 @@ def toy_flags(script: str, total: int = 600) -> list[str]:
     return [*flags, "--no-tensorboard"]
 
 
-def benchmark(name: str, *flags, timeout: float = 120, **options) -> subprocess.CompletedProcess:
+def benchmark(name: str, *flags, timeout: float = 300, **options) -> subprocess.CompletedProcess:
     """Run `python -m benchmarks.NAME FLAGS` to its end."""
     command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, flags)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options)

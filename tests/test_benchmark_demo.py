@@ -29,7 +29,7 @@ def test_demo_stopped_says_how_to_go_on_and_goes_on(tmp_path):
     while runs.read_run(folder).steps < 1000 and process.poll() is None:
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM
     assert f"./run.sh demo --resume {folder}" in output
     assert (folder / "checkpoint.pt").exists() and (folder / "learning_curve.png").exists()
