@@ -189,10 +189,8 @@ def check(options: Options) -> list[str]:
     check_known("script", options.scripts, pairs())
     if options.time_limit <= 0:
         fail("--time-limit must be more than 0")
-    if options.memory_gib is not None:
-        if options.memory_gib <= 0:
-            fail("--memory-gib must be more than 0")
-        os.environ["MEMORY_GIB"] = str(options.memory_gib)
+    if options.memory_gib is not None and options.memory_gib <= 0:
+        fail("--memory-gib must be more than 0")
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         fail(f"not installed: {', '.join(missing)}")
@@ -211,6 +209,8 @@ def main(options: Options) -> None:
     started, scripts = time.perf_counter(), check(options)
     plan, report = TOY if options.dry_run else Plan(), Report(options.out, options.dry_run)
     stop_by_exception()
+    if options.memory_gib is not None:
+        os.environ["MEMORY_GIB"] = str(options.memory_gib)
     with tempfile.TemporaryDirectory() as folder:
         for i, (stage, function) in enumerate(STAGES.items()):
             left = options.time_limit - (time.perf_counter() - started)

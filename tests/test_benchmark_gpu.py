@@ -11,7 +11,7 @@ import torch
 import tyro
 from benchmark_helpers import benchmark, refusal
 
-from benchmarks import device_use, gpu, gpu_speed, parity, processes, results
+from benchmarks import device_use, gpu, gpu_speed, parity, processes, results, turns
 from benchmarks.programs import SCRIPTS, VARIANTS, endless_flags, load_script, pairs
 
 FILES = {"report.md", "speed.json", "speed.png", "inference.json", "inference.png", "rollout.json", "device_use.json",
@@ -128,6 +128,17 @@ def test_a_contestant_that_crashes_or_never_learns_is_a_row(tmp_path):
     assert "no memory" in result["contestants"]["eager"]["failed"]
     assert "not steady after" in result["contestants"]["lean"]["failed"]
     assert "| failed: error: no memory | - | - |" in "\n".join(gpu.speed_lines([result]))
+
+
+def test_the_error_is_named_and_not_the_advice_after_it(tmp_path):
+    for code, expected in (
+        ("print('RuntimeError: out of memory\\nCompile with DSA'); raise SystemExit(1)", "RuntimeError: out of memory"),
+        ("print('strange'); raise SystemExit(3)", "strange"),
+        ("raise SystemExit(3)", "exit code 3"),
+    ):
+        child = processes.start([sys.executable, "-c", code], tmp_path / "output")
+        child.wait(20)
+        assert turns.end_of(child) == expected
 
 
 def test_busy_fractions():

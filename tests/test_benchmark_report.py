@@ -55,7 +55,7 @@ def test_report_from_end_to_end(folder, tmp_path):
         assert line in text
 
     (pair,) = result["pairs"]
-    assert pair["difference"] == 20 and pair["interval"][0] > 0 and not pair["agree"]
+    assert pair["difference"] == 20 and pair["interval"][0] > 0 and pair["agree"] is None  # of four seeds
     assert pair["speed_ratio"] == pytest.approx(3)
 
 
@@ -73,6 +73,18 @@ def test_verdict(mean, steps, expected):
     row = report.read_reference()["ppo", "CartPole-v1"]
     published, verdict = report.verdict(mean, steps, row)
     assert verdict == expected and published["mean"] == 490.04 and published["seeds"] == 3
+
+
+@pytest.mark.parametrize(("seeds", "shift", "agree"), [(4, 100, None), (5, 100, False), (5, 1, True)])
+def test_verdict_on_a_pair_needs_enough_seeds(seeds, shift, agree):
+    scores = np.arange(seeds, dtype=float)
+    row = {"script": "ppo", "env_id": "CartPole-v1", "seeds": list(range(seeds)), "steps_per_second": 1.0}
+    rows = [
+        row | {"variant": variant, "scores": own.tolist(), "iqm": float(own.mean())}
+        for variant, own in (("eager", scores), ("compile", scores + shift))
+    ]
+    (pair,) = report.compare(rows)
+    assert pair["agree"] is agree
 
 
 def test_one_seed_gives_no_interval_and_no_verdict_on_the_pair(tmp_path):

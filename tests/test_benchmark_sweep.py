@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,14 @@ def test_time_limit_and_ctrl_c(tmp_path):
     _, output = process.communicate(timeout=240)
     assert process.returncode == 130 and "--resume goes on" in output
     assert list((out / "runs").glob("*/checkpoint.pt"))
+
+
+def test_a_sweep_that_runs_is_left_alone(tmp_path, capsys):
+    running = sweep.Journal(tmp_path / "journal.jsonl", {}, resume=False)
+    resume = partial(sweep.Journal, tmp_path / "journal.jsonl", {})
+    assert "another sweep is running" in refusal(lambda again: resume(resume=again), True, capsys)
+    running.file.close()
+    assert resume(resume=True).states == {}
 
 
 @pytest.mark.parametrize(

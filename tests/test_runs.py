@@ -414,6 +414,11 @@ def forget_settings(folder):
     torch.save({"script": "ppo.py"}, folder / "checkpoint.pt")
 
 
+def invent_setting(folder):
+    checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
+    torch.save(checkpoint | {"args": checkpoint["args"] | {"of_another_version": 1}}, folder / "checkpoint.pt")
+
+
 @pytest.fixture
 def resume_refused(capsys):
     def resume_refused(name: str, folder: Path, *flags: str) -> str:
@@ -429,7 +434,7 @@ def resume_refused(capsys):
     return resume_refused
 
 
-@pytest.mark.parametrize("damage", [remove_all, cut_checkpoint, garble_checkpoint, forget_settings])
+@pytest.mark.parametrize("damage", [remove_all, cut_checkpoint, garble_checkpoint, forget_settings, invent_setting])
 @each_script
 def test_broken_run_is_not_resumed(resume_refused, small_run, tmp_path, name, damage):
     folder = tmp_path / "run"
@@ -458,6 +463,14 @@ def test_resumed_run_keeps_its_settings(resume_refused, small_run, name):
     folder = small_run(name).run_dir
     assert "--seed" in resume_refused(name, folder, "--seed", "7")
     assert "--total-timesteps" in resume_refused(name, folder, "--total-timesteps", "123456")
+
+
+@each_script
+def test_resumed_run_keeps_its_device_unless_told(small_run, name):
+    script, folder = load(name), str(small_run(name).run_dir)
+    for given, used in (("auto", "cpu"), ("cuda:1", "cuda:1")):
+        args, _ = script.load_checkpoint(script.Args(resume=folder, device=given))
+        assert args.device == used
 
 
 # The command line
