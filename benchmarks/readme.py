@@ -77,6 +77,11 @@ def inference_section() -> list[str]:
     return [*lines, "take to compile and after how many calls that pays.", *sources(results), ""]
 
 
+def absent(row: dict) -> str:
+    """What a cell says that has no number: it failed, or was not to be measured."""
+    return "failed" if "error" in row else "-"
+
+
 def rollout_section() -> list[str]:
     """The table of sampling with a compiled policy."""
     if not (results := load("rollout/rollout.json")):
@@ -88,7 +93,7 @@ def rollout_section() -> list[str]:
     for *place, actor in known:
         if actor == "off":
             others = [known.get((*place, name), {}) for name in actors]
-            gains = [estimate(x["ratio"], x["interval"], ".2f") if "ratio" in x else "failed" for x in others]
+            gains = [estimate(x["ratio"], x["interval"], ".2f") if "ratio" in x else absent(x) for x in others]
             speeds = [x["off_steps_per_second"] for x in others if "off_steps_per_second" in x]
             rows.append([*place, f"{np.median(speeds):,.0f}", *gains])
     header = ["sampling alone", "environments", "backend", "policy in eager PyTorch, steps/s"]

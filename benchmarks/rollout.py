@@ -31,13 +31,14 @@ Environment steps per second of sampling alone: the policy's whole act function,
 rows of a rollout; no learning. `off` is the policy in eager PyTorch, `numpy` the way the scripts act on a CPU. Medians
 over blocks that are interleaved with blocks of `off`, in the same process on the same environments, and the bootstrap
 interval of the ratio. "gymnasium" is one worker process for each of several environments, "gymnasium-sync" steps them
-in the process. Compile time is that of building and of the first calls, with nothing cached.
+in the process; Atari's games are EnvPool's, and their CNN has no NumPy version. Compile time is that of building and of
+the first calls, with nothing cached.
 """.strip()
 
 
 @dataclass
 class Options:
-    families: tuple[str, ...] = tuple(FAMILIES)  # of environments: classic (CartPole), mujoco (HalfCheetah)
+    families: tuple[str, ...] = tuple(FAMILIES)  # classic (CartPole), mujoco (HalfCheetah), atari (Breakout)
     num_envs: tuple[int, ...] = (1, 8)  # environments side by side
     backends: tuple[Literal["gymnasium", "gymnasium-sync", "envpool"], ...] = BACKENDS  # what steps them
     compile_actor: tuple[Literal["off", "inductor", "aoti", "ort", "cudagraphs", "numpy"], ...] = ()  # default: all
@@ -68,11 +69,14 @@ def check(options: Options) -> Options:
         fail(f"--compile-actor {wrong[0]} can't be used on {options.device}")
     make_folder(options.out)
     actors = options.compile_actor or tuple(actor for actor in ACTORS if actor not in elsewhere)
-    return replace(options, compile_actor=actors, jobs=options.jobs or len(os.sched_getaffinity(0)))
+    options = replace(options, compile_actor=actors, jobs=options.jobs or len(os.sched_getaffinity(0)))
+    if not settings_of(options):
+        fail("nothing to measure: Atari is EnvPool's, its CNN has no NumPy version, one environment is no vector")
+    return options
 
 
 def settings_of(options: Options) -> list[dict]:
-    """All that is to be measured. A single environment of Gymnasium is in the process in any case."""
+    """All that is to be measured. One environment of Gymnasium is in the process in any case; Atari is EnvPool's."""
     shared = {"device": options.device, "threads": options.threads, "seconds": options.seconds}
     return [
         {"family": family, "backend": backend, "num_envs": num_envs, "actor": actor, **shared}
@@ -81,6 +85,7 @@ def settings_of(options: Options) -> list[dict]:
         for num_envs in options.num_envs
         for actor in options.compile_actor
         if not (backend == "gymnasium-sync" and num_envs == 1)
+        and not (family == "atari" and (backend != "envpool" or actor == "numpy"))
     ]
 
 

@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import gymnasium as gym
 import numpy as np
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
 
 from benchmarks import stats, turns
@@ -20,7 +22,7 @@ from benchmarks.paths import Tensors, build
 from benchmarks.programs import SCRIPTS, load_script
 
 # Of each family: the script whose environments and networks are used, by its defaults
-FAMILIES = {"classic": "ppo", "mujoco": "ppo_continuous_action"}
+FAMILIES = {"classic": "ppo", "mujoco": "ppo_continuous_action", "atari": "ppo_atari_envpool"}
 # What --compile-actor means: a path of benchmarks/paths.py
 ACTORS = {
     "off": "eager", "inductor": "inductor", "aoti": "aoti", "ort": "ort", "cudagraphs": "inductor+CudaGraphModule",
@@ -30,29 +32,50 @@ ROLLOUT = 256  # steps whose rows are kept, over and over
 FIRST_CALLS = 4  # that still compile, or record a graph
 
 
+def make_view(script: ModuleType, num_envs: int, device: torch.device) -> Callable[[np.ndarray], Tensor]:
+    """What turns the environments' observation into what the policy is shown, on the device; it may remember some.
+
+    Floats (N, O), or of Atari's newest frames (N, 85, 84) stacks of four (N, 21, 21, 64).
+    """
+    if not hasattr(script, "push_frame"):
+        return lambda obs: torch.from_numpy(obs.astype(np.float32)).to(device)
+    stack = torch.zeros(num_envs, 21, 21, 64, dtype=torch.uint8, device=device)
+
+    def view(newest: np.ndarray) -> Tensor:
+        frames = torch.from_numpy(newest).to(device)
+        stack.copy_(script.push_frame(stack, script.space_to_depth(frames[:, :84]), frames[:, 84, 0] == 1))
+        return stack
+
+    return view
+
+
 class Sampler:
     """Steps environments by a policy and keeps the rows of a rollout: what PPO collects."""
 
     def __init__(self, family: str, backend: str, num_envs: int, device: torch.device):
         self.name = FAMILIES[family]
-        script = load_script(SCRIPTS / f"{self.name}.py")
-        args = script.Args(env_backend=backend.removesuffix("-sync"), sync_envs=backend.endswith("-sync"))
-        args.num_envs = num_envs
+        script = self.script = load_script(SCRIPTS / f"{self.name}.py")
+        if family == "atari":  # all games at once, as in the other families; a lost life is no end, so each row a step
+            args = script.Args(num_envs=num_envs, async_envs=False, episodic_life=False)
+        else:
+            args = script.Args(num_envs=num_envs, sync_envs=backend.endswith("-sync"))
+            args.env_backend = backend.removesuffix("-sync")
         self.envs, self.device, self.num_envs = script.Envs(args, list(range(1, num_envs + 1))), device, num_envs
         space = self.envs.action_space
         self.is_discrete = isinstance(space, gym.spaces.Discrete)
         self.num_actions = int(space.n) if self.is_discrete else len(space.low.reshape(-1))
         self.bounds = None if self.is_discrete else (space.low.reshape(-1), space.high.reshape(-1))
-        self.act = make_act(self.name, obs_shape=(self.envs.obs_dim,), num_actions=self.num_actions).to(device)
+        obs_shape = () if family == "atari" else (self.envs.obs_dim,)
+        self.act = make_act(self.name, obs_shape=obs_shape, num_actions=self.num_actions).to(device)
+        self.view = make_view(script, num_envs, device)
         self.noise = [self.act.draw_noise(num_envs).to(device) for _ in range(ROLLOUT)]
         self.rows = [None] * ROLLOUT
         self.obs, self.done, self.t = self.envs.reset(), np.zeros(num_envs, dtype=bool), 0
         self.steps = self.all_rows = 0  # environment steps, and the same with resets
 
     def inputs(self) -> Tensors:
-        """Observation (N, O) and noise (N, A) of the next step, on the device."""
-        obs = torch.from_numpy(self.obs.astype(np.float32)).to(self.device)
-        return obs, self.noise[self.t % ROLLOUT]
+        """What the policy is shown (N, ...) and noise (N, A) of the next step, on the device."""
+        return self.view(self.obs), self.noise[self.t % ROLLOUT]
 
     def step(self, call: Callable[..., Tensors]) -> None:
         """One step of all environments by a way to run the act function."""

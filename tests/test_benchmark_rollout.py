@@ -84,11 +84,31 @@ def test_it_samples_what_it_says():
     assert 0 < np.mean([row[1] for row in sampler.rows[:100]]) < 1  # both actions
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "atari"])
 @pytest.mark.parametrize("backend", ["gymnasium-sync", "envpool"])
 def test_each_family_and_backend(measure, family, backend):
     row = measure("numpy", family=family, backend=backend)
     assert row["steps_per_second"] > 50 and 0.1 < row["ratio"] < 50
+
+
+def test_atari(measure):
+    """The policy sees each game's last four frames, of which the first of a game fills all four places."""
+    assert measure("off", family="atari", backend="envpool", num_envs=3)["steps_per_second"] > 50
+    sampler, newest, seen = Sampler("atari", "envpool", 2, CPU), [], []
+
+    def call(obs, noise):
+        newest.append(sampler.obs)
+        seen.append(obs.clone())
+        return sampler.act(obs, noise)
+
+    with torch.no_grad():
+        for _ in range(6):
+            sampler.step(call)
+    frames = [sampler.script.space_to_depth(torch.from_numpy(x[:, :84].copy())) for x in newest]
+    assert [int(x[0, 84, 0]) for x in newest] == [1, 0, 0, 0, 0, 0] and sampler.steps == sampler.all_rows == 12
+    assert torch.equal(seen[0], torch.cat([frames[0]] * 4, 3))
+    assert torch.equal(seen[2], torch.cat([frames[0], *frames[:3]], 3))
+    assert torch.equal(seen[5], torch.cat(frames[2:], 3))
 
 
 def test_speed_counts_steps_of_all_environments(measure, monkeypatch):
@@ -113,6 +133,8 @@ def test_speed_counts_steps_of_all_environments(measure, monkeypatch):
         ({"num_envs": (0,)}, "--num-envs"),
         ({"seconds": 0}, "--seconds"),
         ({"compile_actor": ("cudagraphs",)}, "can't be used on cpu"),
+        ({"families": ("atari",), "backends": ("gymnasium",)}, "Atari is EnvPool's"),
+        ({"families": ("atari",), "compile_actor": ("numpy",)}, "Atari is EnvPool's"),
     ],
 )
 def test_bad_input(options, message, tmp_path, capsys):
@@ -122,4 +144,4 @@ def test_bad_input(options, message, tmp_path, capsys):
 def test_a_single_environment_is_measured_once_for_each_backend(tmp_path):
     cases = rollout.settings_of(rollout.check(rollout.Options(out=tmp_path, compile_actor=("off",))))
     found = [(case["family"], case["backend"], case["num_envs"]) for case in cases]
-    assert len(found) == len(set(found)) == 2 * 5 and ("classic", "gymnasium-sync", 1) not in found
+    assert len(found) == len(set(found)) == 2 * 5 + 2 and ("classic", "gymnasium-sync", 1) not in found
