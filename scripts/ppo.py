@@ -219,9 +219,9 @@ class Adam(nn.Module):
         self.beta2_power.mul_(beta2)
         self.exp_avg.lerp_(gradient, 1 - beta1)
         self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
-        unbiased_avg = self.exp_avg / (1 - self.beta1_power)
-        unbiased_avg_sq = self.exp_avg_sq / (1 - self.beta2_power)
-        change = self.learning_rate * unbiased_avg / (unbiased_avg_sq.sqrt() + self.eps)
+        # A power, since a CPU's square root of a tensor with zeros in it, of weights not in use, takes 20 times as long
+        scale = (self.exp_avg_sq / (1 - self.beta2_power)).pow_(0.5).add_(self.eps)
+        change = (self.exp_avg / scale).mul_(self.learning_rate / (1 - self.beta1_power))
         parts = zip(change.split(self.sizes), self.weights, strict=True)
         torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
 

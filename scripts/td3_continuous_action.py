@@ -101,8 +101,8 @@ class Actor(nn.Module):
         self.register_buffer("center", (high + low) / 2)
         self.register_buffer("scale", (high - low) / 2)
         self.net = nn.Sequential(
-            nn.Linear(obs_dim, 256), nn.ReLU(),
-            nn.Linear(256, 256), nn.ReLU(),
+            nn.Linear(obs_dim, 256), nn.ReLU(inplace=True),
+            nn.Linear(256, 256), nn.ReLU(inplace=True),
             nn.Linear(256, len(low)),
         )  # fmt: skip
 
@@ -122,8 +122,8 @@ class Critic(nn.Module):
     def __init__(self, obs_dim: int, action_dim: int):
         super().__init__()
         self.net = nn.Sequential(
-            nn.Linear(obs_dim + action_dim, 256), nn.ReLU(),
-            nn.Linear(256, 256), nn.ReLU(),
+            nn.Linear(obs_dim + action_dim, 256), nn.ReLU(inplace=True),
+            nn.Linear(256, 256), nn.ReLU(inplace=True),
             nn.Linear(256, 1),
         )  # fmt: skip
 
@@ -225,9 +225,9 @@ class Adam(nn.Module):
         self.beta2_power.mul_(beta2)
         self.exp_avg.lerp_(gradient, 1 - beta1)
         self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
-        unbiased_avg = self.exp_avg / (1 - self.beta1_power)
-        unbiased_avg_sq = self.exp_avg_sq / (1 - self.beta2_power)
-        change = self.learning_rate * unbiased_avg / (unbiased_avg_sq.sqrt() + self.eps)
+        # A power, since a CPU's square root of a tensor with zeros in it, of weights not in use, takes 20 times as long
+        scale = (self.exp_avg_sq / (1 - self.beta2_power)).pow_(0.5).add_(self.eps)
+        change = (self.exp_avg / scale).mul_(self.learning_rate / (1 - self.beta1_power))
         parts = zip(change.split(self.sizes), self.weights, strict=True)
         torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
 
@@ -555,6 +555,7 @@ def train(args: Args) -> Path:
     torch.manual_seed(args.seed)
     torch.set_num_threads(min(4, len(os.sched_getaffinity(0))))  # more than four only wait for each other here
     torch.set_float32_matmul_precision(args.matmul_precision)
+    torch.set_flush_denormal(True)  # Adam's moments of dead ReLUs decay to numbers so small that a CPU stumbles on them
     seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(args.num_envs) >> 1  # EnvPool takes 31 bits
     envs = Envs(args, seeds.tolist())
     if not isinstance(envs.action_space, gym.spaces.Box) or not envs.action_space.is_bounded():

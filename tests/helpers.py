@@ -94,7 +94,6 @@ def resume(name: str, run_dir: Path) -> Outcome:
 
 def call(name: str, **settings) -> Outcome:
     script = load(name)
-    torch._dynamo.reset()  # one training does not see what another one compiled
     torch.set_num_threads(1)  # and keeps this: threads gain nothing here, and wait for each other on busy cores
     with mock.patch("torch.set_num_threads"):
         return outcome(script.train(script.Args(**settings)))

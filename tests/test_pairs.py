@@ -61,6 +61,15 @@ def test_compiled_twin_computes_the_same(train, eager, compiled):
     assert_agree(twin, train(eager, **settings), rel=1e-4)
 
 
+def test_second_run_in_a_process_computes_by_its_own_settings(train):
+    """What Dynamo does not check at each call must not be taken over from a run with another discount."""
+    settings = settings_of_50_updates("dqn")
+    train("dqn_torchcompile", gamma=0.1, **settings)
+    with torch._inductor.config.patch(fallback_random=True):
+        twin = train("dqn_torchcompile", gamma=0.9, **settings)
+    assert_agree(twin, train("dqn", gamma=0.9, **settings), rel=1e-4)
+
+
 @pytest.mark.parametrize(("compile", "cudagraphs"), [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("name", COMPILED)
 def test_flags_work_in_all_combinations(train, name, compile, cudagraphs):
