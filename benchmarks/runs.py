@@ -62,20 +62,23 @@ class Run:
         return float(self.lines[-1]["seconds"]) if self.lines else 0.0
 
     @property
+    def rollout(self) -> int:
+        """Rows of a rollout; 1 where there are none."""
+        sizes = ("num_steps", "num_workers", "envs_per_worker", "num_envs")
+        return math.prod(self.args.get(name, 1) for name in sizes) if "num_steps" in self.args else 1
+
+    @property
     def budget(self) -> int | None:
         """Environment steps that the run was to take: whole rollouts, where there are rollouts."""
         total = self.args.get("total_timesteps")
-        if "num_steps" not in self.args:
-            return total
-        num_envs = self.args.get("num_workers", 1) * self.args.get("envs_per_worker", 1) * self.args.get("num_envs", 1)
-        rollout = self.args["num_steps"] * num_envs
-        return total and total // rollout * rollout
+        return total and total // self.rollout * self.rollout
 
     @property
     def is_complete(self) -> bool:
-        # A rollout of PPO holds a row for each reset, which is no step: one for each episode
-        resets = self.episodes()[2].sum() if "num_steps" in self.args else 0
-        return bool(self.lines) and self.steps + resets >= DONE * (self.budget or 0)
+        # A rollout of PPO, a line of its log, has fewer steps than rows: one in which an environment was reset is none
+        if "num_steps" in self.args:
+            return bool(self.lines) and len(self.lines) >= DONE * (self.budget or 0) / self.rollout
+        return bool(self.lines) and self.steps >= DONE * (self.budget or 0)
 
     def column(self, name: str) -> np.ndarray:
         """A metric (lines,), NaN where a line does not have it."""

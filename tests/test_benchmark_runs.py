@@ -81,10 +81,12 @@ def test_budget_is_in_whole_rollouts(tmp_path):
     assert run.budget == 2048 and run.is_complete
 
 
-def test_reset_rows_count_towards_the_budget_of_a_rollout(tmp_path):
-    """Episodes of three steps: a quarter of all rows are resets, and no steps."""
-    lines = [make_line(375, 1.0, 125), make_line(750, 1.0, 125)]
-    assert runs.read_run(make_run(tmp_path / "ppo", lines, args={"num_steps": 100, "num_envs": 1})).is_complete
+def test_a_run_of_rollouts_is_complete_with_the_last_of_them(tmp_path):
+    """However many of their rows were resets, of episodes or of lives, which are no steps: here a quarter."""
+    lines = [make_line(75 * i, 1.0, 1) for i in range(1, 11)]
+    args = {"num_steps": 50, "num_envs": 2}
+    assert runs.read_run(make_run(tmp_path / "ppo", lines, args=args)).is_complete
+    assert not runs.read_run(make_run(tmp_path / "stopped", lines[:9], args=args)).is_complete
     assert not runs.read_run(make_run(tmp_path / "dqn", lines)).is_complete
 
 
