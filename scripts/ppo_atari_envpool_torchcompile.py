@@ -594,10 +594,12 @@ def train(args: Args) -> Path:
         return torch.stack([update_minibatch(index, *estimates) for index in permutation]).mean(0)
 
     # compile: the names stay, so the loop below does not change. The gradient is traced too, and with it Adam. On a CPU
-    # the policy stays as it is: for a handful of rows the libraries' convolutions are at hand sooner
+    # the policy stays as it is: for a handful of rows the libraries' convolutions are at hand sooner. A call checks no
+    # more than tensors, as nothing else changes
     if args.compile:
         torch._dynamo.config.trace_autograd_ops = True
-        options = {"cpp_wrapper": device.type == "cpu"}
+        torch.compiler.reset()  # what an earlier call in this process compiled may be of other settings
+        options = {"cpp_wrapper": device.type == "cpu", "guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
         update_minibatch = torch.compile(update_minibatch, fullgraph=True, options=options)
         act = torch.compile(act, fullgraph=True) if device.type == "cuda" else act
     # compile: each becomes one graph: its first two calls only run, its third records, all later ones replay
