@@ -100,7 +100,7 @@ def instrument(path: Path, clock: Clock) -> ModuleType:
     sys.path.append(str(path.parent))  # worker processes import the script itself, but for those of a pool
     cloudpickle.register_pickle_by_value(module)
     exec(compile(tree, str(path), "exec"), vars(module))
-    envs = getattr(module, "Pool", module.Envs)
+    envs = module.Pool if hasattr(module, "Pool") else module.Envs
     for method in {"step", "send", "recv"} & vars(envs).keys():
         setattr(envs, method, clock.around(getattr(envs, method), "env"))
     log = module.Run.log

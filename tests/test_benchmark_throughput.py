@@ -107,6 +107,15 @@ def test_the_loop_of_every_script_has_a_policy_and_a_learner():
             assert any(name.startswith("update") for name in functions), path.name
 
 
+def test_clocks_run_around_a_pool_of_workers(tmp_path):
+    """Which has no `step`: sending actions and waiting for what comes back is the environments' time."""
+    flags = ["--num-workers", 2, "--num-steps", 32, "--total-timesteps", 512, "--no-tensorboard", "--run-dir", tmp_path]
+    done = benchmark("ceilings", "sections", SCRIPTS / "ppo_env_pool.py", *flags)
+    assert done.returncode == 0, done.stderr
+    lines, _ = runs.read_lines(tmp_path / "metrics.jsonl")
+    assert len(lines) == 8 and all(line[f"profile/{part}"] > 0 for line in lines for part in ceilings.SECTIONS)
+
+
 def test_the_environment_alone_is_stepped_without_a_pause():
     """Of games in two pools: all are sent the actions in turn, and end as they do together."""
     module = load_script(SCRIPTS / "ppo_atari_envpool.py")
