@@ -168,13 +168,13 @@ def section(result: dict) -> list[str]:
 
 def draw(results: list[dict], path: Path) -> None:
     """A heat map for each network and device: paths by batch sizes, colour and figure are the gain over eager."""
-    paths = list(dict.fromkeys(cell["path"] for result in results for cell in result["cells"]))
-    size = (2.2 + 0.75 * max(len(result["batch_sizes"]) for result in results), 1.1 + 0.3 * len(paths))
+    paths_of = [list(dict.fromkeys(cell["path"] for cell in result["cells"])) for result in results]
+    size = (2.8 + 0.75 * max(len(result["batch_sizes"]) for result in results), 1.1 + 0.3 * max(map(len, paths_of)))
     columns = min(len(results), 2)
     with plots.figure(path, rows=-(-len(results) // columns), columns=columns, size=size) as axes:
         for axis in axes.flat[len(results) :]:
             axis.set_visible(False)
-        for axis, result in zip(axes.flat, results, strict=False):
+        for axis, result, paths in zip(axes.flat, results, paths_of, strict=False):
             values = np.full((len(paths), len(result["batch_sizes"])), np.nan)
             notes = np.full(values.shape, "", dtype=object)  # was not measured
             for cell in result["cells"]:
@@ -187,7 +187,7 @@ def draw(results: list[dict], path: Path) -> None:
                     notes[place] = "stale" if cell["equal"] else "unequal"
             sizes = [f"{size:,}" for size in result["batch_sizes"]]
             plots.draw_heat_map(axis, values, notes, paths, sizes)
-            title, x = f"{result['network']} on {result['device']}", "observations in a call; % faster than eager"
+            title, x = f"{result['network']} on {result['device']}", "batch size; % faster than eager"
             plots.describe_axis(axis, title, x, "")
 
 
