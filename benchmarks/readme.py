@@ -52,9 +52,11 @@ def speed_section() -> list[str]:
     header += ["compiled / SB3 [95 %]", "compiled / eager [95 %]", "first update, cold / warm (s)"]
     header += ["of the summed ceiling"]
     lines = [*table(header, [speed_row(result) for result in results]), ""]
-    lines += ["All contestants in interleaved rounds of fresh processes, with the same hyperparameters, networks and"]
-    lines += ["threads. [Everything that was measured](benchmarks/results/throughput/throughput.md), with peak memory,"]
-    lines += ["the time of each part and LeanRL's published figures.", *sources(results), ""]
+    lines += ["All contestants in interleaved rounds of fresh processes, with the same hyperparameters, networks,"]
+    lines += ["threads and `--matmul-precision`; beside `--bf16` the peers stay in float32, as they have no such flag."]
+    lines += ["[Everything that was measured](benchmarks/results/throughput/throughput.md), with peak memory, the time"]
+    lines += ["of each part and LeanRL's published figures. The parts of a ceiling are clocked in another run of the"]
+    lines += ["same minutes: on a shared machine a share may pass 100 %.", *sources(results), ""]
     return lines
 
 

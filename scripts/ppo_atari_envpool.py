@@ -508,7 +508,9 @@ def train(args: Args) -> Path:
     torch.manual_seed(args.seed)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.set_float32_matmul_precision(args.matmul_precision)
-    torch.set_flush_denormal(True)  # Adam's moments of dead ReLUs decay to numbers so small that a CPU stumbles on them
+    # Adam's moments of dead ReLUs decay to numbers so small that a CPU stumbles on them. Set before the first work that
+    # is shared, since threads take it over from the one that starts them
+    torch.set_flush_denormal(True)
     torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"  # of convolutions
     torch.backends.cudnn.benchmark = True  # the shapes never change: let it find the fastest kernels for them
     seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(args.num_envs) >> 1  # EnvPool takes 31 bits

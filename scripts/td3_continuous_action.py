@@ -555,7 +555,9 @@ def train(args: Args) -> Path:
     torch.manual_seed(args.seed)
     torch.set_num_threads(min(4, len(os.sched_getaffinity(0))))  # more than four only wait for each other here
     torch.set_float32_matmul_precision(args.matmul_precision)
-    torch.set_flush_denormal(True)  # Adam's moments of dead ReLUs decay to numbers so small that a CPU stumbles on them
+    # Adam's moments of dead ReLUs decay to numbers so small that a CPU stumbles on them. Set before the first work that
+    # is shared, since threads take it over from the one that starts them
+    torch.set_flush_denormal(True)
     seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(args.num_envs) >> 1  # EnvPool takes 31 bits
     envs = Envs(args, seeds.tolist())
     if not isinstance(envs.action_space, gym.spaces.Box) or not envs.action_space.is_bounded():

@@ -562,7 +562,9 @@ def train(args: Args) -> Path:
     torch.manual_seed(args.seed)
     torch.set_num_threads(min(4, len(os.sched_getaffinity(0))))  # more than four only wait for each other here
     torch.set_float32_matmul_precision(args.matmul_precision)
-    torch.set_flush_denormal(True)  # Adam's moments of dead ReLUs decay to numbers so small that a CPU stumbles on them
+    # Adam's moments of dead ReLUs decay to numbers so small that a CPU stumbles on them. Set before the first work that
+    # is shared, since threads take it over from the one that starts them
+    torch.set_flush_denormal(True)
     seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(args.num_envs) >> 1  # EnvPool takes 31 bits
     envs = Envs(args, seeds.tolist())
     if not isinstance(envs.action_space, gym.spaces.Box) or not envs.action_space.is_bounded():
@@ -639,7 +641,7 @@ def train(args: Args) -> Path:
         torch.compiler.reset()  # what an earlier call in this process compiled may be of other settings
         options = dict.fromkeys(("cpp_wrapper", "fallback_random"), device.type == "cpu")
         options["guard_filter_fn"] = torch.compiler.keep_tensor_guards_unsafe
-        functions = (act, update, update_all)
+        functions = (act, update, update_all)  # each with options of its own, since an entry is taken out of them
         act, update, update_all = (torch.compile(f, fullgraph=True, options=options.copy()) for f in functions)
     # compile: each function becomes one graph: the first calls only run, the third records, all later ones replay
     if args.cudagraphs and device.type == "cuda":
