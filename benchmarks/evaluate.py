@@ -118,7 +118,7 @@ def evaluate(options: Options) -> list[float]:
     if options.video is not None:
         check_video(module, args.env_id, options.video)
     elif hasattr(args, "env_backend"):
-        backend = module.choose_backend(args.env_id, args.env_backend, args.num_envs)
+        backend = module.choose_backend(args.env_id, args.env_backend, args.sync_envs or args.num_envs == 1)
     changes = {"num_envs": 1, "num_workers": 1, "envs_per_worker": 1, "env_backend": backend}
     args = replace(args, **{name: value for name, value in changes.items() if hasattr(args, name)})
     with tempfile.TemporaryDirectory() as folder:

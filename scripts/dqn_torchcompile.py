@@ -68,7 +68,7 @@ class Args:
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete actions
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several environments it knows
-    sync_envs: bool = False  # step several Gymnasium environments in this process, not in one worker process each
+    sync_envs: bool = False  # step several environments in this process: best where a step takes microseconds
     total_timesteps: int = 500_000  # environment steps in the whole run
     num_envs: int = 1  # environments side by side
 
@@ -281,11 +281,11 @@ class SyncEnvs:
             env.close()
 
 
-def choose_backend(env_id: str, backend: str, num_envs: int) -> str:
+def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
     """The library that makes the environments; if none knows the id, the end, with the ids that come near."""
     libraries = ["gymnasium", "envpool"] if backend == "auto" else [backend]
     known = []
-    for library in libraries if num_envs == 1 else reversed(libraries):
+    for library in libraries if in_process else reversed(libraries):
         if library == "envpool":
             import envpool  # takes half a second
 
@@ -306,7 +306,8 @@ class Envs:
 
     def __init__(self, args: Args, seeds: list[int]):
         self.num_envs, self.seeds = args.num_envs, seeds
-        self.backend = choose_backend(args.env_id, args.env_backend, args.num_envs)
+        in_process = args.sync_envs or args.num_envs == 1
+        self.backend = choose_backend(args.env_id, args.env_backend, in_process)
         try:
             if self.backend == "envpool":
                 import envpool
@@ -317,7 +318,7 @@ class Envs:
             else:
                 env_fns = [partial(make_env, args.env_id)] * args.num_envs
                 workers = partial(gym.vector.AsyncVectorEnv, context="forkserver")
-                self.vector = (SyncEnvs if args.sync_envs or args.num_envs == 1 else workers)(env_fns)
+                self.vector = (SyncEnvs if in_process else workers)(env_fns)
                 self.observation_space = self.vector.single_observation_space
                 self.action_space = self.vector.single_action_space
         except (gym.error.Error, ImportError) as error:

@@ -304,11 +304,11 @@ def make_env(env_id: str) -> gym.Env:
     return gym.make(env_id, disable_env_checker=True)
 
 
-def choose_backend(env_id: str, backend: str, num_envs: int) -> str:
+def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
     """The library that makes the environments; if none knows the id, the end, with the ids that come near."""
     libraries = ["gymnasium", "envpool"] if backend == "auto" else [backend]
     known = []
-    for library in libraries if num_envs == 1 else reversed(libraries):
+    for library in libraries if in_process else reversed(libraries):
         if library == "envpool":
             import envpool  # takes half a second
 
@@ -431,7 +431,7 @@ class Pool:
     """
 
     def __init__(self, args: Args, seeds: list[int]):
-        choose_backend(args.env_id, "gymnasium", len(seeds))
+        choose_backend(args.env_id, "gymnasium", in_process=False)
         self.args, self.seeds, self.num_envs, self.spaces = args, seeds, len(seeds), None
         self.lost = np.zeros(self.num_envs, dtype=bool)
         self.context = multiprocessing.get_context(args.start_method)

@@ -107,10 +107,16 @@ def test_each_environment_starts_by_its_own_seed(make, env_id, backend):
 
 
 def test_backend_by_itself():
-    backends = [ENVS.choose_backend(*case) for case in [("CartPole-v1", "auto", 1), ("CartPole-v1", "auto", 2)]]
+    backends = [ENVS.choose_backend("CartPole-v1", "auto", in_process) for in_process in (True, False)]
     assert backends == ["gymnasium", "envpool"]
-    assert ENVS.choose_backend("tiny_envs:Count-v0", "auto", 2) == "gymnasium"
-    assert ENVS.choose_backend("CheetahRun-v1", "auto", 1) == "envpool"  # gymnasium does not have it
+    assert ENVS.choose_backend("tiny_envs:Count-v0", "auto", in_process=False) == "gymnasium"
+    assert ENVS.choose_backend("CheetahRun-v1", "auto", in_process=True) == "envpool"  # gymnasium does not have it
+
+
+def test_backend_of_several_environments(make):
+    """EnvPool has them all, unless they are to be kept in the process."""
+    assert make("Pendulum-v1", 2).backend == "envpool"
+    assert make("Pendulum-v1", 2, sync_envs=True).backend == make("Pendulum-v1", 1).backend == "gymnasium"
 
 
 @pytest.mark.parametrize(("num_envs", "backend"), [(2, IN_PROCESS), (2, WORKERS)], ids=["in process", "workers"])
