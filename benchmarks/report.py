@@ -27,7 +27,7 @@ EAGER, COMPILED = ("eager", "lean"), ("compile", "compile+cudagraphs", "cudagrap
 INTRODUCTION = f"""
 The return of a run is the mean training return of its last {runs.LAST_EPISODES} episodes. IQM: interquartile mean over
 the seeds, with its 95 % bootstrap interval. Verdict: where our mean lies to CleanRL's mean ± standard deviation, if the
-budget is the same. Steps/s: of the second half of a run. Minutes: from the start of the training, compiling included.
+budget is the same. Steps/s: median over the second half of a run. Minutes: from its start, compiling included.
 """.strip()
 AGREEMENT = {True: "no difference seen", False: "they differ", None: "too few seeds"}
 OWN = ("env_id", "seed", "run_dir", "resume", "exp_name", "tensorboard", "track", "checkpoint_every")  # no settings
@@ -65,12 +65,15 @@ def verdict(mean: float, steps: int, row: dict | None) -> tuple[dict | None, str
 
 
 def steady_speed(run: runs.Run) -> float:
-    """Environment steps per second of the second half of a run, start and compilation apart."""
-    half = len(run.lines) // 2
-    first, last = run.lines[half], run.lines[-1]
-    if first is last:
+    """Median environment steps per second over the second half of a run, so that start, compilation and pauses are out.
+
+    Of twenty parts of it, as neighbouring lines may be but milliseconds apart.
+    """
+    ends = np.unique(np.linspace(len(run.lines) // 2, len(run.lines) - 1, 21, dtype=int))
+    if len(ends) < 2:
         return run.steps / run.seconds if run.seconds else 0.0
-    return (last["global_step"] - first["global_step"]) / max(last["seconds"] - first["seconds"], 1e-9)
+    steps, seconds = (np.diff(run.column(name)[ends]) for name in ("global_step", "seconds"))
+    return float(np.median(steps / np.maximum(seconds, 1e-9)))
 
 
 def interval(strata: list, statistic) -> list[float] | None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from benchmark_helpers import benchmark, make_line, make_run, refusal
 
-from benchmarks import report
+from benchmarks import report, runs
 
 COMPILE = {"script": "ppo_torchcompile.py", "args": {"compile": True, "cudagraphs": True}}
 
@@ -29,6 +29,17 @@ def folder(tmp_path):
     make_run(tmp_path / "other", ["{broken\n", *curve(7, total=1000)], args={"env_id": "Other-v0"})
     (tmp_path / "empty").mkdir()
     return tmp_path
+
+
+def test_speed_is_that_of_a_run_that_was_not_paused(tmp_path):
+    """Compiling in its first half and a pause of an hour in its second one do not count."""
+    lines = curve(480, speed=3000)
+    pause = {len(lines) // 4: 100, 3 * len(lines) // 4: 3600}
+    for i, late in pause.items():
+        for line in lines[i:]:
+            line["seconds"] += late
+    run = runs.read_run(make_run(tmp_path / "paused", lines, total=500_000))
+    assert report.steady_speed(run) == pytest.approx(3000, rel=1e-3)
 
 
 def test_report_from_end_to_end(folder, tmp_path):
