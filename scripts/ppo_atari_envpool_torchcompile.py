@@ -610,7 +610,7 @@ def train(args: Args) -> Path:
         torch._dynamo.config.trace_autograd_ops = True
         torch.compiler.reset()  # what an earlier call in this process compiled may be of other settings
         options = {"cpp_wrapper": device.type == "cpu", "guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
-        functions = (act, update_minibatch)  # each gets its own options, as it takes the filter out of them
+        functions = (act, update_minibatch)  # each with options of its own, since an entry is taken out of them
         act, update_minibatch = (torch.compile(f, fullgraph=True, options=options.copy()) for f in functions)
     # compile: each becomes one graph: its first two calls only run, its third records, all later ones replay
     if args.cudagraphs and device.type == "cuda":

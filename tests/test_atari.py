@@ -5,6 +5,7 @@ import math
 import os
 import signal
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import envpool
@@ -383,6 +384,20 @@ def test_learns_on_cuda_from_what_the_games_gave(play):
 
 
 # A run as its user sees it
+
+
+def resident_pages() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1])
+
+
+@each_script
+def test_freed_memory_stays_with_the_process(train, name):
+    """64 MB are more than the C library would keep by itself; to fetch them anew at each minibatch takes long."""
+    train(name, **UNCOMPILED[name])
+    array = torch.ones(2**24)
+    pages = resident_pages()
+    del array
+    assert resident_pages() > pages - 1000
 
 
 @each_script
