@@ -196,11 +196,11 @@ class ReplayBuffer(nn.Module):
 
 
 class Adam(nn.Module):
-    """Adam (Kingma & Ba 2015, algorithm 1), with clipping, on the gradient of all weights as one vector (P,).
+    """Adam (Kingma & Ba 2015, algorithm 1), with clipping: PyTorch's fused kernel without the bookkeeping around it.
 
-    Written out because the bookkeeping of PyTorch's Adam can't be traced, and an update in one graph needs its
-    optimizer inside. On a vector, a dozen operations do for any number of layers: as fast as PyTorch's fused Adam.
-    The learning rate is a tensor, so that a graph reads its present value.
+    With small networks that takes longer than the kernel does, and no graph can hold it. Nor can a compiled graph hold
+    the kernel, so there its formula is written out, on all weights as one vector (P,), which makes a single loop. The
+    learning rate is a tensor, so that a graph reads its present value.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -209,25 +209,48 @@ class Adam(nn.Module):
         self.sizes = [w.numel() for w in self.weights]
         zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
         self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate))
+        self.register_buffer("steps", torch.zeros_like(zeros[0]))
         self.register_buffer("beta1_power", torch.ones_like(zeros[0]))
         self.register_buffer("beta2_power", torch.ones_like(zeros[0]))
         self.register_buffer("exp_avg", zeros.clone())
         self.register_buffer("exp_avg_sq", zeros.clone())
+        parts = zip(self.weights, self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes), strict=True)
+        views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
+        self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
 
     @torch.no_grad()
     def step(self, gradients: tuple[Tensor, ...], max_norm: float = math.inf) -> None:
         """Change the weights in place, down their gradients, which are scaled down to `max_norm` if they exceed it."""
-        gradient = torch.cat([g.reshape(-1) for g in gradients])
+        excess = None
         if max_norm < math.inf:
-            gradient = gradient * (max_norm / (gradient.norm() + 1e-6)).clamp(max=1)
+            norm = torch.cat([g.reshape(-1) for g in gradients]).norm()
+            excess = ((norm + 1e-6) / max_norm).clamp(min=1).float()  # the kernel takes no other type
+        self.steps.add_(1)
+        if torch.compiler.is_compiling():
+            self.step_written_out(gradients, excess)
+            return
+        # The kernel goes through memory in order, so a gradient must lie there as its weight does
+        pairs = zip(gradients, self.weights, strict=True)
+        gradients = [g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in pairs]
+        beta1, beta2 = self.betas
+        torch._fused_adam_(
+            self.weights, gradients, self.exp_avgs, self.exp_avg_sqs, [], [self.steps] * len(gradients),
+            lr=self.learning_rate, beta1=beta1, beta2=beta2, eps=self.eps, grad_scale=excess,
+            weight_decay=0, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    def step_written_out(self, gradients: tuple[Tensor, ...], excess: Tensor | None) -> None:
+        """The same for a graph; gradients are divided by `excess`, if it is given."""
+        gradient = torch.cat([g.reshape(-1) for g in gradients])
+        if excess is not None:
+            gradient = gradient / excess
         beta1, beta2 = self.betas
         self.beta1_power.mul_(beta1)  # products, since a fused loop computes a power again for every few weights
         self.beta2_power.mul_(beta2)
         self.exp_avg.lerp_(gradient, 1 - beta1)
         self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
-        # A power, since a CPU's square root of a tensor with zeros in it, of weights not in use, takes 20 times as long
-        scale = (self.exp_avg_sq / (1 - self.beta2_power)).pow_(0.5).add_(self.eps)
-        change = (self.exp_avg / scale).mul_(self.learning_rate / (1 - self.beta1_power))
+        scale = (self.exp_avg_sq / (1 - self.beta2_power)).sqrt() + self.eps
+        change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta1_power))
         parts = zip(change.split(self.sizes), self.weights, strict=True)
         torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
 
