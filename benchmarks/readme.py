@@ -109,12 +109,13 @@ def plural(number: int, noun: str) -> str:
 
 
 def learning_rows(report: dict) -> list[list[str]]:
-    """Cells of each environment of a report: eager and compiled beside CleanRL."""
+    """Cells of each environment and precision of a report: eager and compiled beside CleanRL."""
     groups = {}
     for row in report["rows"]:
-        groups.setdefault((row["script"], row["env_id"]), {})[row["variant"]] = row
+        variant, _, flags = row["variant"].partition(" ")
+        groups.setdefault((row["script"], row["env_id"], flags), {})[variant] = row
     cells = []
-    for (script, env_id), variants in groups.items():
+    for (script, env_id, flags), variants in sorted(groups.items()):
         known = next((x for x in variants.values() if x["seeds"]), None)
         if known is None:
             continue
@@ -127,7 +128,8 @@ def learning_rows(report: dict) -> list[list[str]]:
             for x in measured
         ]
         theirs = f"{published['mean']:,.0f} ± {published['std']:,.0f}" if published else "-"
-        cells.append([f"`{script}`, {env_id}", f"{known['steps']:,}", *scores, theirs])
+        name = f"`{script}`, {env_id}" + f" `{flags}`" * bool(flags)
+        cells.append([name, f"{known['steps']:,}", *scores, theirs])
     return cells
 
 

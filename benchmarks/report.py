@@ -126,6 +126,16 @@ def compare(rows: list[dict]) -> list[dict]:
     return pairs
 
 
+def add_common_scores(rows: list[dict], panels: dict[tuple[str, str], dict[str, list[runs.Run]]]) -> None:
+    """Where the rows of an environment went on for different times, add to each what it had at the end of the first."""
+    for row in rows:
+        members = panels.get((row["script"], row["env_id"]), {})
+        lengths = [run.steps for kept in members.values() for run in kept]
+        if row["seeds"] and min(lengths) < SAME_BUDGET * max(lengths):
+            row["common_steps"] = min(lengths)
+            row["common_scores"] = [runs.final_return(run.until(min(lengths))) for run in members[row["variant"]]]
+
+
 def draw_panel(axis, members: dict[str, list[runs.Run]], position: str) -> None:
     """Curves of the variants of one script and environment against steps or seconds, with bands over the seeds."""
     for variant, kept in members.items():
@@ -174,6 +184,13 @@ def pair_cells(pair: dict) -> list[str]:
     return [*cells, f"{pair['speed_ratio']:.2f}x"]
 
 
+def common_cells(row: dict) -> list[str]:
+    """A row of the table of scores at the same number of steps."""
+    scores = np.array(row["common_scores"])
+    start = [row["script"], row["env_id"], row["variant"], len(scores), f"{row['common_steps']:,}"]
+    return [*start, estimate(float(stats.iqm(scores)), interval([scores], stats.pooled_iqm))]
+
+
 def listing(title: str, items: list[str]) -> list[str]:
     """A headed list, if it has items."""
     return [f"## {title}", "", *[f"- {item}" for item in items], ""] if items else []
@@ -186,8 +203,11 @@ def markdown(report: dict) -> str:
     lines = ["# Report", "", INTRODUCTION, "", *table(header, [score_cells(row) for row in rows]), ""]
     lines += ["![learning curves](learning_curves.png)", ""] if any(row["seeds"] for row in rows) else []
     if report["pairs"]:
-        header = ["script", "environment", "compared", "difference of IQMs [95 %]", "verdict", "speed"]
-        lines += ["## Eager against compiled", "", *table(header, [pair_cells(x) for x in report["pairs"]]), ""]
+        names = ["script", "environment", "compared", "difference of IQMs [95 %]", "verdict", "speed"]
+        lines += ["## Eager against compiled", "", *table(names, [pair_cells(x) for x in report["pairs"]]), ""]
+    if any("common_scores" in row for row in rows):
+        header, cells = header[:6], [common_cells(row) for row in rows if "common_scores" in row]
+        lines += ["## At the same number of steps", "", *table(header, cells), ""]
     lines += listing("Left out", [f"{row['script']}, {x['run']}: {x['why']}" for row in rows for x in row["left_out"]])
     names = [(f"{row['script']}, {row['env_id']}, {row['variant']}", row["notes"]) for row in rows]
     lines += listing("Notes", [f"{name}: {note}" for name, notes in names for note in notes])
@@ -205,6 +225,7 @@ def write_report(folders: list[Path], out: Path) -> dict:
         rows.append(row)
         if kept:
             panels.setdefault(key[:2], {})[key[2]] = kept
+    add_common_scores(rows, panels)
     report = {"provenance": provenance(), "rows": rows, "pairs": compare(rows)}
     try:
         out.mkdir(parents=True, exist_ok=True)

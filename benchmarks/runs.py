@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +52,14 @@ class Run:
         return names.get(flags, "cudagraphs")
 
     @property
+    def precision(self) -> str:
+        """The flags of a run that computes more coarsely than in float32; empty for others."""
+        coarse = {"matmul_precision": "highest", "bf16": False}
+        own = {name: self.args[name] for name, exact in coarse.items() if self.args.get(name, exact) != exact}
+        flags = [f"--{name.replace('_', '-')}" + f" {value}" * (value is not True) for name, value in own.items()]
+        return " ".join(flags)
+
+    @property
     def steps(self) -> int:
         """Environment steps of the last line."""
         return int(self.lines[-1]["global_step"]) if self.lines else 0
@@ -79,6 +87,10 @@ class Run:
         if "num_steps" in self.args:
             return bool(self.lines) and len(self.lines) >= DONE * (self.budget or 0) / self.rollout
         return bool(self.lines) and self.steps >= DONE * (self.budget or 0)
+
+    def until(self, step: int) -> "Run":
+        """The run as it was after so many steps."""
+        return replace(self, lines=[line for line in self.lines if line["global_step"] <= step])
 
     def column(self, name: str) -> np.ndarray:
         """A metric (lines,), NaN where a line does not have it."""
@@ -187,16 +199,20 @@ def learning_curve(run: Run, edges: np.ndarray, axis: str = "global_step") -> np
 
 
 def groups(runs: list[Run]) -> dict[tuple[str, str, str], list[Run]]:
-    """Runs by (script, environment, variant), in the order of names and of `programs.VARIANTS`."""
+    """Runs by (script, environment, variant), in the order of names and of `programs.VARIANTS`.
+
+    Runs of a lower precision are a variant of their own, with its flags behind the name.
+    """
     order = [*VARIANTS, "cudagraphs", *PEERS]
 
     def key(run: Run) -> tuple:
         place = order.index(run.variant) if run.variant in order else len(order)
-        return run.script, run.env_id, place, run.variant, str(run.seed)
+        return run.script, run.env_id, place, run.variant, run.precision, str(run.seed)
 
     result = {}
     for run in sorted(runs, key=key):
-        result.setdefault((run.script, run.env_id, run.variant), []).append(run)
+        variant = f"{run.variant} {run.precision}".strip()
+        result.setdefault((run.script, run.env_id, variant), []).append(run)
     return result
 
 

@@ -113,6 +113,25 @@ def test_settings_that_differ_are_noted(tmp_path):
     assert result["rows"][0]["notes"] == ["the runs of this row differ in their settings"]
 
 
+def test_runs_of_different_lengths_are_compared_at_the_shortest(tmp_path):
+    """The long run's log has a line at 200,000 steps, where it had 160; the next one is beyond the short run's end."""
+    coarse = {"script": COMPILE["script"], "args": COMPILE["args"] | {"matmul_precision": "medium"}}
+    make_run(tmp_path / "short", curve(480, total=250_000), total=250_000, **COMPILE)
+    make_run(tmp_path / "long", curve(400, total=1_000_000), total=1_000_000, **coarse)
+    result = report.write_report([tmp_path], tmp_path / "out")
+    names = [(row["variant"], row["common_steps"], row["common_scores"]) for row in result["rows"]]
+    assert names == [("compile", 250_000, [480.0]), ("compile --matmul-precision medium", 250_000, [160.0])]
+    assert "| compile --matmul-precision medium | 1 | 250,000 | 160.0 |" in (tmp_path / "out/report.md").read_text()
+
+
+def test_runs_of_one_length_need_no_comparison_at_another(tmp_path):
+    for seed in range(2):
+        make_run(tmp_path / f"{seed}", curve(480), seed=seed, total=500_000)
+    result = report.write_report([tmp_path], tmp_path / "out")
+    assert "common_steps" not in result["rows"][0]
+    assert "same number" not in (tmp_path / "out/report.md").read_text()
+
+
 def test_crashed_runs_alone_still_give_a_report(tmp_path):
     make_run(tmp_path / "a", [], total=500_000)
     result = report.write_report([tmp_path], tmp_path / "out")

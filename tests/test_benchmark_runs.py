@@ -127,6 +127,22 @@ def test_variant(tmp_path, script, flags, device, variant):
     assert run.variant == variant and run.script == "ppo"
 
 
+@pytest.mark.parametrize(
+    ("flags", "precision"),
+    [
+        ({"matmul_precision": "highest"}, ""),
+        ({"matmul_precision": "medium"}, "--matmul-precision medium"),
+        ({"bf16": False}, ""),
+        ({"bf16": True}, "--bf16"),
+    ],
+)
+def test_runs_of_a_lower_precision_are_a_group_of_their_own(tmp_path, flags, precision):
+    plain, own = (runs.read_run(make_run(tmp_path / name, [], args=args)) for name, args in (("a", {}), ("b", flags)))
+    assert (plain.precision, own.precision) == ("", precision)
+    names = {key[2] for key in runs.groups([plain, own])}
+    assert names == {"eager", f"eager {precision}".strip()}
+
+
 def test_groups_and_duplicate_seeds(tmp_path):
     make_run(tmp_path / "b", [make_line(400, 1.0, 1)], seed=1)
     make_run(tmp_path / "deep" / "c", [make_line(1000, 2.0, 1)], seed=1)
