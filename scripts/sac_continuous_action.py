@@ -224,9 +224,9 @@ class ReplayBuffer(nn.Module):
 class Adam(nn.Module):
     """Adam (Kingma & Ba 2015, algorithm 1), with clipping: PyTorch's fused kernel without the bookkeeping around it.
 
-    With small networks that takes longer than the kernel does, and no graph can hold it. Nor can a compiled graph hold
-    the kernel, so there its formula is written out, on all weights as one vector (P,), which makes a single loop. The
-    learning rate is a tensor, so that a graph reads its present value.
+    That takes longer than the kernel does where networks are small. The compiler can trace neither of them, so within
+    its graphs the formula is written out, on all weights as one vector (P,): it becomes a single loop. The learning
+    rate is a tensor, so that a graph reads its present value.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
