@@ -24,11 +24,12 @@ STYLE = {
 
 
 def colour(variant: str) -> str:
-    return COLOURS.get(variant, "#555555")
+    return COLOURS.get(variant.partition(" ")[0], "#555555")
 
 
 def label(variant: str) -> str:
-    return LABELS.get(variant, variant)
+    name, space, flags = variant.partition(" ")
+    return LABELS.get(name, name) + space + flags
 
 
 @contextmanager
@@ -53,8 +54,8 @@ def describe_axis(axis, title: str, x: str, y: str) -> None:
 
 
 def draw_curve(axis, x: np.ndarray, y: np.ndarray, variant: str, name: str, band: tuple | None = None) -> None:
-    """A line in the variant's colour and, where there is one, the band (low, high) around it."""
-    axis.plot(x, y, color=colour(variant), label=name)
+    """A line in the variant's colour, dotted if it has flags, and around it the band (low, high), if there is one."""
+    axis.plot(x, y, color=colour(variant), linestyle=":" if " " in variant else "-", label=name)
     if band is not None:
         axis.fill_between(x, *band, color=colour(variant), alpha=0.18, linewidth=0)
 

@@ -110,16 +110,20 @@ def summarize_group(key: tuple[str, str, str], group: list[runs.Run], reference:
 
 
 def compare(rows: list[dict]) -> list[dict]:
-    """Eager against compiled, for each script and environment of which there are both: scores and speed."""
+    """Eager against compiled, for each script, environment and precision of which there are both: scores and speed."""
     pairs = []
     for eager, compiled in product(rows, rows):
-        is_pair = eager["variant"] in EAGER and compiled["variant"] in COMPILED and eager["seeds"] and compiled["seeds"]
+        (ours, flags), (theirs, their_flags) = (row["variant"].partition(" ")[::2] for row in (eager, compiled))
+        is_pair = ours in EAGER and theirs in COMPILED and flags == their_flags and eager["seeds"] and compiled["seeds"]
         if not is_pair or any(eager[name] != compiled[name] for name in ("script", "env_id")):
             continue
-        ends = interval([eager["scores"], compiled["scores"]], stats.difference_of_iqms)
+        # Where budgets differ, more steps would pass for a difference
+        scores = [row.get("common_scores", row["scores"]) for row in (eager, compiled)]
+        eager_iqm, compiled_iqm = (float(stats.iqm(np.array(own))) for own in scores)
+        ends = interval(scores, stats.difference_of_iqms)
         pair = {"script": eager["script"], "env_id": eager["env_id"], "eager": eager["variant"]}
-        pair |= {"compiled": compiled["variant"], "difference": compiled["iqm"] - eager["iqm"]}
-        enough = ends and min(len(eager["scores"]), len(compiled["scores"])) >= MIN_SEEDS
+        pair |= {"compiled": compiled["variant"], "difference": compiled_iqm - eager_iqm}
+        enough = ends and min(map(len, scores)) >= MIN_SEEDS
         pair |= {"interval": ends, "agree": ends[0] <= 0 <= ends[1] if enough else None}
         pair["speed_ratio"] = compiled["steps_per_second"] / eager["steps_per_second"]
         pairs.append(pair)
@@ -127,13 +131,17 @@ def compare(rows: list[dict]) -> list[dict]:
 
 
 def add_common_scores(rows: list[dict], panels: dict[tuple[str, str], dict[str, list[runs.Run]]]) -> None:
-    """Where the rows of an environment went on for different times, add to each what it had at the end of the first."""
-    for row in rows:
-        members = panels.get((row["script"], row["env_id"]), {})
+    """Where runs of an environment differ in length, add to its rows their scores at the end of the shortest run."""
+    for key, members in panels.items():
         lengths = [run.steps for kept in members.values() for run in kept]
-        if row["seeds"] and min(lengths) < SAME_BUDGET * max(lengths):
-            row["common_steps"] = min(lengths)
-            row["common_scores"] = [runs.final_return(run.until(min(lengths))) for run in members[row["variant"]]]
+        end = min(lengths)
+        scores = {variant: [runs.final_return(run.until(end)) for run in kept] for variant, kept in members.items()}
+        # Where the shortest run is very short, another may have no episode yet
+        if end >= SAME_BUDGET * max(lengths) or any(np.isnan(x).any() for x in scores.values()):
+            continue
+        for row in rows:
+            if (row["script"], row["env_id"]) == key and row["variant"] in scores:
+                row |= {"common_steps": end, "common_scores": scores[row["variant"]]}
 
 
 def draw_panel(axis, members: dict[str, list[runs.Run]], position: str) -> None:
@@ -207,7 +215,8 @@ def markdown(report: dict) -> str:
         lines += ["## Eager against compiled", "", *table(names, [pair_cells(x) for x in report["pairs"]]), ""]
     if any("common_scores" in row for row in rows):
         header, cells = header[:6], [common_cells(row) for row in rows if "common_scores" in row]
-        lines += ["## At the same number of steps", "", *table(header, cells), ""]
+        lines += ["## At the same number of steps", "", "Each run as it was when the shortest one ended.", ""]
+        lines += [*table(header, cells), ""]
     lines += listing("Left out", [f"{row['script']}, {x['run']}: {x['why']}" for row in rows for x in row["left_out"]])
     names = [(f"{row['script']}, {row['env_id']}, {row['variant']}", row["notes"]) for row in rows]
     lines += listing("Notes", [f"{name}: {note}" for name, notes in names for note in notes])

@@ -54,9 +54,9 @@ class Run:
     @property
     def precision(self) -> str:
         """The flags of a run that computes more coarsely than in float32; empty for others."""
-        coarse = {"matmul_precision": "highest", "bf16": False}
-        own = {name: self.args[name] for name, exact in coarse.items() if self.args.get(name, exact) != exact}
-        flags = [f"--{name.replace('_', '-')}" + f" {value}" * (value is not True) for name, value in own.items()]
+        exact = {"matmul_precision": "highest", "bf16": False}
+        lowered = {name: self.args[name] for name in exact if self.args.get(name, exact[name]) != exact[name]}
+        flags = [f"--{name.replace('_', '-')}" + f" {value}" * (value is not True) for name, value in lowered.items()]
         return " ".join(flags)
 
     @property

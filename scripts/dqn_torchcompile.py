@@ -182,9 +182,9 @@ def linear_schedule(start: float, end: float, duration: float, step: int) -> flo
 class Adam(nn.Module):
     """Adam (Kingma & Ba 2015, algorithm 1), with clipping: PyTorch's fused kernel without the bookkeeping around it.
 
-    That takes longer than the kernel does where networks are small. The compiler can trace neither of them, so within
-    its graphs the formula is written out, on all weights as one vector (P,): it becomes a single loop. The learning
-    rate is a tensor, so that a graph reads its present value.
+    For small networks, the bookkeeping of torch.optim takes longer than the kernel. torch.compile can trace neither, so
+    compiled code has the formula written out, on all weights as one vector (P,): it becomes a single loop. The learning
+    rate is a tensor, so that compiled code and CUDA graphs read its present value.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -193,18 +193,24 @@ class Adam(nn.Module):
         self.sizes = [w.numel() for w in self.weights]
         zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
         self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate))
+        # The kernel counts steps, the formula multiplies powers: a run goes on in the way that it began
         self.register_buffer("steps", torch.zeros_like(zeros[0]))
         self.register_buffer("beta1_power", torch.ones_like(zeros[0]))
         self.register_buffer("beta2_power", torch.ones_like(zeros[0]))
         self.register_buffer("exp_avg", zeros.clone())
         self.register_buffer("exp_avg_sq", zeros.clone())
+        # The kernel takes lists: views of the two vectors, which a checkpoint fills in place. On CUDA it refuses those
+        # that do not lie in memory as their weight does
         parts = zip(self.weights, self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes), strict=True)
         views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
         self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
 
     @torch.no_grad()
     def step(self, gradients: tuple[Tensor, ...], max_norm: float = math.inf) -> None:
-        """Change the weights in place, down their gradients, which are scaled down to `max_norm` if they exceed it."""
+        """Change the weights in place, down their gradients, which are scaled down to `max_norm` if they exceed it.
+
+        The kernel scales the gradients in place: they are used up, and no two may share memory.
+        """
         excess = None
         if max_norm < math.inf:
             norm = torch.cat([g.reshape(-1) for g in gradients]).norm()
@@ -224,7 +230,7 @@ class Adam(nn.Module):
         )  # fmt: skip
 
     def step_written_out(self, gradients: tuple[Tensor, ...], excess: Tensor | None) -> None:
-        """The same for a graph; gradients are divided by `excess`, if it is given."""
+        """The same for torch.compile; gradients are divided by `excess`, if it is given."""
         gradient = torch.cat([g.reshape(-1) for g in gradients])
         if excess is not None:
             gradient = gradient / excess

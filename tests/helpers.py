@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 from small import SMALL
 
@@ -21,6 +22,7 @@ PAIRS = [(p, p.with_stem(f"{p.stem}_torchcompile")) for p in SCRIPTS if not p.st
 # Names of the scripts that have small settings: the eager ones, and their twins
 EAGER = [p.stem for p in SCRIPTS if p.stem in SMALL]
 COMPILED = [f"{name}_torchcompile" for name in EAGER]
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 sys.path.insert(0, str(ROOT / "scripts"))  # worker processes get this path too, and find the script by its name
 

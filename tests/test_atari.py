@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import tyro
-from helpers import load
+from helpers import load, needs_cuda
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -28,7 +28,6 @@ SMALL = {
 }  # fmt: skip
 UNCOMPILED = {EAGER: {}, COMPILED: {"compile": False}}
 each_script = pytest.mark.parametrize("name", [EAGER, COMPILED])
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 
 @pytest.fixture

@@ -115,13 +115,39 @@ def test_settings_that_differ_are_noted(tmp_path):
 
 def test_runs_of_different_lengths_are_compared_at_the_shortest(tmp_path):
     """The long run's log has a line at 200,000 steps, where it had 160; the next one is beyond the short run's end."""
-    coarse = {"script": COMPILE["script"], "args": COMPILE["args"] | {"matmul_precision": "medium"}}
+    medium = {"script": COMPILE["script"], "args": COMPILE["args"] | {"matmul_precision": "medium"}}
     make_run(tmp_path / "short", curve(480, total=250_000), total=250_000, **COMPILE)
-    make_run(tmp_path / "long", curve(400, total=1_000_000), total=1_000_000, **coarse)
+    make_run(tmp_path / "long", curve(400, total=1_000_000), total=1_000_000, **medium)
     result = report.write_report([tmp_path], tmp_path / "out")
     names = [(row["variant"], row["common_steps"], row["common_scores"]) for row in result["rows"]]
     assert names == [("compile", 250_000, [480.0]), ("compile --matmul-precision medium", 250_000, [160.0])]
     assert "| compile --matmul-precision medium | 1 | 250,000 | 160.0 |" in (tmp_path / "out/report.md").read_text()
+
+
+def test_a_pair_is_compared_at_the_same_number_of_steps(tmp_path):
+    make_run(tmp_path / "long", curve(400, total=1_000_000), total=1_000_000)
+    make_run(tmp_path / "short", curve(480, total=250_000), total=250_000, **COMPILE)
+    (pair,) = report.write_report([tmp_path], tmp_path / "out")["pairs"]
+    assert pair["difference"] == 480 - 160
+
+
+def test_pairs_are_of_one_precision(tmp_path):
+    for i, script in enumerate(("ppo.py", "ppo_torchcompile.py")):
+        for bf16 in (False, True):
+            flags = {"compile": True, "cudagraphs": True, "bf16": bf16}
+            lines = curve(400 + 10 * i + 5 * bf16 * i)
+            make_run(tmp_path / f"{i}{bf16}", lines, total=500_000, script=script, args=flags)
+    pairs = report.write_report([tmp_path], tmp_path / "out")["pairs"]
+    found = {(pair["eager"], pair["compiled"], pair["difference"]) for pair in pairs}
+    assert found == {("eager", "compile", 10), ("eager --bf16", "compile --bf16", 15)}
+
+
+def test_a_run_too_short_for_an_episode_of_another_is_no_common_length(tmp_path):
+    make_run(tmp_path / "short", curve(480, total=10_000), total=10_000)
+    make_run(tmp_path / "long", curve(480, total=1_000_000), total=1_000_000, **COMPILE)
+    result = report.write_report([tmp_path], tmp_path / "out")
+    assert all("common_steps" not in row for row in result["rows"])
+    assert "nan" not in (tmp_path / "out/report.md").read_text()
 
 
 def test_runs_of_one_length_need_no_comparison_at_another(tmp_path):

@@ -6,7 +6,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from helpers import defining
+from helpers import defining, needs_cuda
 from torch import nn
 
 GAMMA, LAMBDA = 0.9, 0.8
@@ -139,18 +139,24 @@ def float64():
     torch.set_default_dtype(torch.float32)
 
 
+def step_of(adam, compiled: bool):
+    """Its step, or this as torch.compile traces it, without kernels of the compiler's own."""
+    return torch.compile(adam.step, backend="eager", fullgraph=True) if compiled else adam.step
+
+
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("max_norm", [math.inf, 0.5])
-def test_adam_is_that_of_torch(max_norm, in_graph):
+def test_adam_is_that_of_torch(max_norm, compiled):
     """With clipping that bites at some steps, and a learning rate that changes; by the kernel and written out."""
     torch.manual_seed(1)
     ours = network()
     theirs = deepcopy(ours)
     adam = defining("Adam").Adam(ours, 1e-2, eps=1e-5)
-    step = torch.compile(adam.step, backend="eager", fullgraph=True) if in_graph else adam.step
+    step = step_of(adam, compiled)
     reference = torch.optim.Adam(theirs.parameters(), lr=1e-2, eps=1e-5)
-    clipped, rtol = [], 1e-9 if max_norm == math.inf else 1e-6  # the factor to clip is a float32
+    clipped = []
+    rtol = 1e-9 if max_norm == math.inf else 1e-6  # clipping divides by a float32
     for i in range(20):
         x, size = torch.randn(16, 4), 10.0 ** (i % 3 - 1)
         learning_rate = 1e-2 * (1 - i / 20)
@@ -166,17 +172,21 @@ def test_adam_is_that_of_torch(max_norm, in_graph):
     assert set(clipped) == ({False} if max_norm == math.inf else {False, True})
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 @pytest.mark.parametrize("max_norm", [math.inf, 0.5])
-def test_adam_minds_how_weights_and_gradients_lie_in_memory(max_norm):
+def test_adam_minds_how_weights_and_gradients_lie_in_memory(max_norm, device):
     """Convolutions whose channels lie side by side, with gradients that lie so, or in order, or are expanded."""
     torch.manual_seed(1)
-    ours = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv2d(4, 2, 3)).to(memory_format=torch.channels_last)
+    ours = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv2d(4, 2, 3)).to(device, memory_format=torch.channels_last)
     theirs = deepcopy(ours)
     adam = defining("Adam").Adam(ours, 1e-2)
+    for moments in (adam.exp_avgs, adam.exp_avg_sqs):  # a CPU would learn the same if they did not lie as the weights
+        assert [moment.stride() for moment in moments] == [weight.stride() for weight in ours.parameters()]
     reference = torch.optim.Adam(theirs.parameters(), lr=1e-2)
     for layout in (torch.contiguous_format, torch.channels_last):
         first, second = torch.randn(4, 3, 2, 2), torch.randn(2, 4, 3, 3).contiguous(memory_format=layout)
         gradients = (first.contiguous(memory_format=layout), torch.randn(4), second, torch.randn(1).expand(2))
+        gradients = tuple(gradient.to(device) for gradient in gradients)
         for weight, gradient in zip(theirs.parameters(), gradients, strict=True):
             weight.grad = gradient.clone(memory_format=torch.contiguous_format)
         adam.step(gradients, max_norm)
@@ -186,22 +196,20 @@ def test_adam_minds_how_weights_and_gradients_lie_in_memory(max_norm):
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("in_graph", [False, True])
-def test_adam_goes_on_from_its_state(in_graph):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_adam_goes_on_from_its_state(compiled):
     torch.manual_seed(1)
     one = network()
     optimizers = [defining("Adam").Adam(one, 1e-2)]
     gradients = [torch.autograd.grad(one(torch.randn(16, 4)).square().mean(), list(one.parameters())) for _ in range(6)]
-    steps = [torch.compile(optimizers[0].step, backend="eager") if in_graph else optimizers[0].step]
     for gradient in gradients[:3]:
-        steps[0](gradient)
+        step_of(optimizers[0], compiled)(gradient)
     other = deepcopy(one)
     optimizers.append(defining("Adam").Adam(other, 0.5))
     optimizers[1].load_state_dict(optimizers[0].state_dict())
-    steps.append(torch.compile(optimizers[1].step, backend="eager") if in_graph else optimizers[1].step)
-    for step in steps:
+    for optimizer in optimizers:
         for gradient in gradients[3:]:
-            step(gradient)
+            step_of(optimizer, compiled)(gradient)
     for a, b in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
 

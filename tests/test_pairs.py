@@ -4,11 +4,10 @@ import math
 
 import pytest
 import torch
-from helpers import COMPILED, EAGER, load, on_policy
+from helpers import COMPILED, EAGER, load, needs_cuda, on_policy
 from small import SMALL
 from torch._dynamo.utils import counters
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 each_pair = pytest.mark.parametrize(("eager", "compiled"), list(zip(EAGER, COMPILED, strict=True)), ids=EAGER)
 
 
