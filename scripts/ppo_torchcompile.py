@@ -637,7 +637,7 @@ def train(args: Args) -> Path:
         return torch.stack([update_minibatch(index, *batch) for index in permutation]).mean(0)
 
     # compile: the names stay, so the loop below does not change. The gradient is traced too: a graph that breaks at it
-    # gains 1.2x, not 4x. On a CPU, kernels launched from C++ instead of Python save another tenth, and to check
+    # takes 3.5 times as long. On a CPU, kernels launched from C++ instead of Python save another tenth, and to check
     # no more than tensors at each call, as nothing else changes, a twentieth
     if args.compile:
         torch._dynamo.config.trace_autograd_ops = True
