@@ -20,27 +20,36 @@ actions, P = number of parameters.
 Departures from CleanRL's script of the same name, whose settings these are: a truncated episode bootstraps from the
 value of its last observation, and the rows in which environments reset themselves are masked; --target-kl looks at the
 mean over an epoch.
+
+How to read on: settings, networks, formulas, then `train`, the algorithm. Below the rule is nothing but plumbing.
 """
 
+import atexit
+import contextlib
 import difflib
 import importlib.util
 import json
 import math
 import multiprocessing
 import os
-import platform
 import random
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections import deque
+import traceback
+import warnings
+from collections import defaultdict, deque
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import Literal, NoReturn
+
+os.environ |= {"OPENBLAS_NUM_THREADS": "1"} | os.environ  # NumPy's products here are small, and cores are scarce
 
 import gymnasium as gym
 import numpy as np
@@ -68,6 +77,7 @@ class Args:
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete actions
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several environments it knows
     sync_envs: bool = False  # step several environments in this process: best where a step takes microseconds
+    env_kwargs: str = "{}"  # arguments for its constructor, as JSON: '{"key": value}'
     total_timesteps: int = 500_000  # environment steps in the whole run, rounded down to whole rollouts
     num_envs: int = 4  # environments side by side
 
@@ -92,6 +102,8 @@ METRICS = (
     "losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl",
     "losses/clipfrac", "losses/explained_variance", "charts/learning_rate",
 )  # fmt: skip
+# The least and the greatest value of a setting; of others, integers are 1 or more, floats 0 or more
+LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "gae_lambda": (0, 1)}
 
 
 def mlp(inputs: int, outputs: int, output_gain: float) -> nn.Sequential:
@@ -117,22 +129,6 @@ class ActorCritic(nn.Module):
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         return self.actor(obs).log_softmax(1), self.critic(obs).squeeze(1)
-
-
-def numpy_mlp(net: nn.Sequential):
-    """The function of an MLP on NumPy arrays (B, inputs) -> (B, outputs): 5 us for one row, where PyTorch takes 35.
-
-    It reads the memory of the module's parameters, which must be on the CPU, and follows when these change in place.
-    """
-    activation = {nn.Tanh: np.tanh, nn.ReLU: partial(np.maximum, np.float32(0))}[type(net[1])]
-    *hidden, (last_weight, last_bias) = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in net[::2]]
-
-    def forward(x: np.ndarray) -> np.ndarray:
-        for weight, bias in hidden:
-            x = activation(x.dot(weight) + bias)  # of arrays this small, `@` takes half a microsecond more
-        return x.dot(last_weight) + last_bias
-
-    return forward
 
 
 def discounted_sum(x: Tensor, decay: Tensor) -> Tensor:
@@ -171,426 +167,48 @@ def masked_std(x: Tensor, valid: Tensor) -> Tensor:
     return (squares / (valid.sum() - 1).clamp(min=1)).sqrt()
 
 
-class EpisodeStatistics:
-    """Return and length of each episode that ends, from rows (T, N); a reset row has reward 0 and is no step."""
-
-    def __init__(self, num_envs: int):
-        self.episode_return, self.episode_length = np.zeros(num_envs), np.zeros(num_envs, dtype=int)
-
-    def update(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray) -> list[tuple[float, int]]:
-        returns = self.episode_return + reward.cumsum(0, dtype=np.float64)
-        lengths = self.episode_length + valid.cumsum(0, dtype=int)
-        ended = []
-        for t, env in np.argwhere(done):
-            ended.append((float(returns[t, env]), int(lengths[t, env])))
-            returns[t:, env] -= returns[t, env]
-            lengths[t:, env] -= lengths[t, env]
-        self.episode_return, self.episode_length = returns[-1], lengths[-1]
-        return ended
+def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_coef: float) -> Tensor:
+    """The clipped surrogate objective, equation (7), to be minimized: all (M,) -> ()."""
+    clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    return -masked_mean(torch.min(ratio * advantage, clipped_ratio * advantage), valid)
 
 
-class Adam(nn.Module):
-    """Adam (Kingma & Ba 2015, algorithm 1), with clipping: PyTorch's fused kernel without the bookkeeping around it.
-
-    For small networks, the bookkeeping of torch.optim takes longer than the kernel. torch.compile can trace neither, so
-    compiled code has the formula written out, on all weights as one vector (P,): it becomes a single loop. The learning
-    rate is a tensor, so that compiled code and CUDA graphs read its present value.
-    """
-
-    def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
-        super().__init__()
-        self.weights, self.eps, self.betas = list(module.parameters()), eps, betas
-        self.sizes = [w.numel() for w in self.weights]
-        zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
-        self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate))
-        # The kernel counts steps, the formula multiplies powers: a run goes on in the way that it began
-        self.register_buffer("steps", torch.zeros_like(zeros[0]))
-        self.register_buffer("beta1_power", torch.ones_like(zeros[0]))
-        self.register_buffer("beta2_power", torch.ones_like(zeros[0]))
-        self.register_buffer("exp_avg", zeros.clone())
-        self.register_buffer("exp_avg_sq", zeros.clone())
-        # The kernel takes lists: views of the two vectors, which a checkpoint fills in place. On CUDA it refuses those
-        # that do not lie in memory as their weight does
-        parts = zip(self.weights, self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes), strict=True)
-        views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
-        self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
-
-    @torch.no_grad()
-    def step(self, gradients: tuple[Tensor, ...], max_norm: float = math.inf) -> None:
-        """Change the weights in place, down their gradients, which are scaled down to `max_norm` if they exceed it.
-
-        The kernel scales the gradients in place: they are used up, and no two may share memory.
-        """
-        excess = None
-        if max_norm < math.inf:
-            norm = torch.cat([g.reshape(-1) for g in gradients]).norm()
-            excess = ((norm + 1e-6) / max_norm).clamp(min=1).float()  # the kernel takes no other type
-        self.steps.add_(1)
-        if torch.compiler.is_compiling():
-            self.step_written_out(gradients, excess)
-            return
-        # The kernel goes through memory in order, so a gradient must lie there as its weight does
-        pairs = zip(gradients, self.weights, strict=True)
-        gradients = [g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in pairs]
-        beta1, beta2 = self.betas
-        torch._fused_adam_(
-            self.weights, gradients, self.exp_avgs, self.exp_avg_sqs, [], [self.steps] * len(gradients),
-            lr=self.learning_rate, beta1=beta1, beta2=beta2, eps=self.eps, grad_scale=excess,
-            weight_decay=0, amsgrad=False, maximize=False,
-        )  # fmt: skip
-
-    def step_written_out(self, gradients: tuple[Tensor, ...], excess: Tensor | None) -> None:
-        """The same for torch.compile; gradients are divided by `excess`, if it is given."""
-        gradient = torch.cat([g.reshape(-1) for g in gradients])
-        if excess is not None:
-            gradient = gradient / excess
-        beta1, beta2 = self.betas
-        self.beta1_power.mul_(beta1)  # products, since a fused loop computes a power again for every few weights
-        self.beta2_power.mul_(beta2)
-        self.exp_avg.lerp_(gradient, 1 - beta1)
-        self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
-        scale = (self.exp_avg_sq / (1 - self.beta2_power)).sqrt() + self.eps
-        change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta1_power))
-        parts = zip(change.split(self.sizes), self.weights, strict=True)
-        torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
+def clipped_value_loss(
+    value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
+) -> Tensor:
+    """Half the mean squared error of the value, or of one kept within `clip_coef` of the old one where that is more."""
+    error = (value - returns).square()
+    if clip_coef is not None:
+        clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
+        error = torch.max(error, (clipped_value - returns).square())
+    return 0.5 * masked_mean(error, valid)
 
 
-def fail(message: str) -> NoReturn:
-    """End with one line and exit code 2: the input is wrong."""
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def flatten(obs, rows: int) -> np.ndarray:
-    """Observations of `rows` environments, an array or a dictionary of arrays (joined in key order) -> (N, O)."""
-    if isinstance(obs, dict):
-        return np.concatenate([flatten(obs[key], rows) for key in sorted(obs)], axis=1)
-    return obs.reshape(rows, -1)
-
-
-def flat_size(space: gym.Space) -> int:
-    """How many numbers `flatten` makes of one observation."""
-    if isinstance(space, gym.spaces.Dict):
-        return sum(flat_size(part) for part in space.values())
-    if not isinstance(space, gym.spaces.Box):
-        fail(f"observations must be a Box or a Dict of Boxes, not {space}")
-    return math.prod(space.shape)
-
-
-def make_env(env_id: str) -> gym.Env:
-    """One Gymnasium environment. In a worker process it leaves Ctrl-C to the parent, which stops in good order."""
-    if multiprocessing.parent_process() is not None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return gym.make(env_id, disable_env_checker=True)
-
-
-class SyncEnvs:
-    """Environments stepped in turn in this process; for a single one, a step takes 14 us less than in SyncVectorEnv."""
-
-    def __init__(self, env_fns: list):
-        self.envs = [env_fn() for env_fn in env_fns]
-        self.single_observation_space = self.envs[0].observation_space
-        self.single_action_space = self.envs[0].action_space
-        self.done = np.zeros(len(env_fns), dtype=bool)
-
-    def reset(self, seed: list[int]):
-        rows = [flatten(env.reset(seed=env_seed)[0], 1) for env, env_seed in zip(self.envs, seed, strict=True)]
-        return np.concatenate(rows), {}
-
-    def step(self, action: np.ndarray):
-        rows, reward = [], np.zeros(len(action))
-        terminated, truncated = np.zeros((2, len(action)), dtype=bool)
-        for i, env in enumerate(self.envs):
-            if self.done[i]:
-                obs, _ = env.reset()
-            else:
-                obs, reward[i], terminated[i], truncated[i], _ = env.step(action[i])
-            rows.append(flatten(obs, 1))
-        self.done = terminated | truncated
-        return np.concatenate(rows), reward, terminated, truncated, {}
-
-    def close(self) -> None:
-        for env in self.envs:
-            env.close()
-
-
-def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
-    """The library that makes the environments; if none knows the id, the end, with the ids that come near."""
-    libraries = ["gymnasium", "envpool"] if backend == "auto" else [backend]
-    known = []
-    for library in libraries if in_process else reversed(libraries):
-        if library == "envpool":
-            import envpool  # takes half a second
-
-        ids = list(gym.registry) if library == "gymnasium" else envpool.list_all_envs()
-        if env_id in ids or (library == "gymnasium" and ":" in env_id):
-            return library
-        known += ids
-    near = difflib.get_close_matches(env_id, dict.fromkeys(known))
-    fail(f"no environment {env_id} in {' or '.join(libraries)}" + bool(near) * f"; close to it: {', '.join(near)}")
-
-
-class Envs:
-    """N environments side by side: flat observations (N, O); actions (N, A), or (N,) where they are discrete.
-
-    Autoreset is one step late, whatever the backend: the observation at an episode's end is its true last one, and the
-    next step ignores its action, resets that environment and returns reward 0. This row is no step of the environment.
-    """
-
-    def __init__(self, args: Args, seeds: list[int]):
-        self.num_envs, self.seeds = args.num_envs, seeds
-        in_process = args.sync_envs or args.num_envs == 1
-        self.backend = choose_backend(args.env_id, args.env_backend, in_process)
-        try:
-            if self.backend == "envpool":
-                import envpool
-
-                threads = min(args.num_envs, len(os.sched_getaffinity(0)))  # EnvPool's default ignores the affinity
-                self.vector = envpool.make_gymnasium(args.env_id, num_envs=len(seeds), seed=seeds, num_threads=threads)
-                self.observation_space, self.action_space = self.vector.observation_space, self.vector.action_space
-            else:
-                env_fns = [partial(make_env, args.env_id)] * args.num_envs
-                workers = partial(gym.vector.AsyncVectorEnv, context="forkserver")
-                self.vector = (SyncEnvs if in_process else workers)(env_fns)
-                self.observation_space = self.vector.single_observation_space
-                self.action_space = self.vector.single_action_space
-        except (gym.error.Error, ImportError) as error:
-            fail(f"can't make environment {args.env_id}: {error}")
-        self.obs_dim = flat_size(self.observation_space)
-        self.action_shape = (args.num_envs, *self.action_space.shape)
-
-    def reset(self) -> np.ndarray:
-        """Start an episode in each environment -> observation (N, O)."""
-        obs, _ = self.vector.reset() if self.backend == "envpool" else self.vector.reset(seed=self.seeds)
-        return flatten(obs, self.num_envs)
-
-    def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Step each environment: action -> observation (N, O), reward (N,), terminated (N,), truncated (N,)."""
-        try:
-            obs, reward, terminated, truncated, _ = self.vector.step(action.reshape(self.action_shape))
-        except (EOFError, ConnectionError):  # the pipe to a worker process has lost its other end
-            self.vector.closed = True  # else, at exit, it would wait for the answer of the dead
-            time.sleep(0.1)  # until its exit code is there
-            dead = [f"{i} (exit code {p.exitcode})" for i, p in enumerate(self.vector.processes) if not p.is_alive()]
-            sys.exit(f"error: environment worker {', '.join(dead)} died; the last checkpoint is kept")
-        return flatten(obs, self.num_envs), reward, terminated, truncated
-
-    def close(self) -> None:
-        self.vector.close()
-
-
-def validate(args: Args) -> torch.device:
-    """Refuse settings that can't work, before any work is done; returns the device to learn on."""
-    for name, value in asdict(args).items():
-        may_be_zero = name in ("seed", "learning_starts", "ready_batch", "max_restarts")
-        flag, least = f"--{name.replace('_', '-')}", 0 if may_be_zero else 1
-        if type(value) is int and value < least:
-            fail(f"{flag} must be at least {least}, not {value}")
-        if type(value) is float and not 0 <= value < math.inf:
-            fail(f"{flag} must be a finite number, 0 or more, not {value}")
-        if name in ("gamma", "gae_lambda", "tau") and value > 1:
-            fail(f"{flag} must be at most 1, not {value}")
-    if args.track and importlib.util.find_spec("wandb") is None:
-        fail("--track needs Weights & Biases: pip install wandb")
-    try:
-        device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        fail(f"--device must be auto, cpu, cuda or cuda:N, not {args.device}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        fail(f"--device {args.device}: PyTorch finds {torch.cuda.device_count()} CUDA devices here")
-    if device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)  # CUDA graphs are recorded on the current device
-    return device
-
-
-def load_checkpoint(args: Args) -> tuple[Args, dict | None]:
-    """The settings and the checkpoint of the run to resume; without --resume the settings as they are, and None."""
-    if args.resume is None:
-        return args, None
-    try:
-        checkpoint = torch.load(Path(args.resume, "checkpoint.pt"), map_location="cpu", weights_only=True)
-        script, saved = checkpoint["script"], checkpoint["args"]
-        saved = Args(**saved) if script == Path(__file__).name else None
-    except FileNotFoundError:
-        fail(f"--resume {args.resume}: there is no checkpoint.pt in this folder")
-    except Exception as error:  # whatever unpickling a broken file brings up
-        fail(f"--resume {args.resume}: checkpoint.pt can't be read ({type(error).__name__})")
-    if saved is None:
-        fail(f"--resume {args.resume}: this is a run of {script}")
-    for field in fields(Args):
-        given = getattr(args, field.name)
-        if field.name not in ("resume", "device") and given not in (field.default, getattr(saved, field.name)):
-            fail(f"--{field.name.replace('_', '-')}: a resumed run keeps its settings; leave this flag out")
-    device = saved.device if args.device == "auto" else args.device
-    return replace(saved, resume=args.resume, device=device), checkpoint
-
-
-def set_rng_state(state: dict) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(tuple(state["numpy"]))
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
-
-
-def git_commit() -> str | None:
-    """The commit of the repository that this file is in, marked if the files have changed since; None without one."""
-    try:
-        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
-        return subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
-    except FileNotFoundError:  # no git here
-        return None
-
-
-class Run:
-    """A run's folder with config.json, metrics.jsonl, TensorBoard events and checkpoint.pt; and its progress bar.
-
-    At the first SIGINT or SIGTERM `stopped_by` is set: the loop is to save and to end. The second one kills.
-    """
-
-    def __init__(self, args: Args, checkpoint: dict | None):
-        self.args, self.returns, self.stopped_by = args, deque(maxlen=100), None
-        self.step = self.saved_step = checkpoint["global_step"] if checkpoint else 0
-        self.seconds = checkpoint["seconds"] if checkpoint else 0.0
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        self.dir = Path(args.resume or args.run_dir or "runs/" + name.replace("/", "_").replace(":", "_"))
-        self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            self.dir.mkdir(parents=True, exist_ok=True)
-            if checkpoint is None and any(self.dir.iterdir()):
-                fail(f"the run folder {self.dir} is not empty; --resume goes on with a run")
-            self.open_files(is_new=checkpoint is None)
-        except OSError as error:
-            fail(f"can't write to the run folder {self.dir}: {error.strerror}")
-        self.bar = tqdm(total=args.total_timesteps, initial=self.step, unit=" steps", unit_scale=True, disable=None)
-        self.start_time = time.perf_counter() - self.seconds
-
-    def open_files(self, is_new: bool) -> None:
-        """Write the configuration or, to resume, cut the log back to the checkpoint; then open the log to append."""
-        log = self.dir / "metrics.jsonl"
-        if is_new:
-            packages = ("torch", "tensordict", "gymnasium", "envpool", "numpy")
-            on_cuda = self.args.device != "cpu" and torch.cuda.is_available()
-            config = {
-                "script": Path(__file__).name,
-                "args": asdict(self.args),
-                "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
-                "device": torch.cuda.get_device_name() if on_cuda else "cpu",
-                "cores": len(os.sched_getaffinity(0)),
-                "commit": git_commit(),
-            }
-            (self.dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        else:
-            lines = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("}\n")]
-            log.with_suffix(".tmp").write_text("".join(x for x in lines if json.loads(x)["global_step"] <= self.step))
-            log.with_suffix(".tmp").replace(log)
-        self.file, self.writer = log.open("a", buffering=1), None
-        if self.args.track:
-            import wandb
-
-            names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.dir.name}
-            wandb.init(**names, id=self.dir.name, resume="allow", config=asdict(self.args), sync_tensorboard=True)
-        if self.args.tensorboard or self.args.track:
-            from torch.utils.tensorboard import SummaryWriter  # takes a second
-
-            self.writer = SummaryWriter(self.dir, purge_step=None if is_new else self.step + 1)
-
-    def on_signal(self, signum: int, _frame) -> None:
-        self.stopped_by = signum
-        signal.signal(signum, signal.SIG_DFL)
-
-    def log(self, step: int, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
-        """Write a line; `episodes` are the (return, length) of those that ended since the last one."""
-        seconds = time.perf_counter() - self.start_time
-        for name, value in metrics.items():
-            if not math.isfinite(value):
-                sys.exit(f"error: {name} is {value} at step {step}; the last checkpoint is from step {self.saved_step}")
-        metrics["charts/SPS"] = (step - self.step) / (seconds - self.seconds)
-        if episodes:
-            self.returns.extend(episode_return for episode_return, _ in episodes)
-            metrics["charts/episodic_return"], metrics["charts/episodic_length"] = np.mean(episodes, axis=0).tolist()
-            metrics["charts/episodes"] = len(episodes)
-        self.file.write(json.dumps({"global_step": step, "seconds": round(seconds, 3), **metrics}) + "\n")
-        for name, value in metrics.items() if self.writer else ():
-            self.writer.add_scalar(name, value, step)
-        self.bar.set_postfix({"return": f"{np.mean(self.returns or [math.nan]):.1f}"}, refresh=False)
-        self.bar.update(step - self.step)
-        self.step, self.seconds = step, seconds
-
-    def needs_checkpoint(self, is_last: bool) -> bool:
-        every = self.args.checkpoint_every or self.args.total_timesteps // 10
-        return is_last or self.step - self.saved_step >= every
-
-    def save(self, **state) -> None:
-        """Write the checkpoint beside the old one, then put it in its place: at any moment there is a whole one."""
-        name, keys, *rest = np.random.get_state()
-        rng = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state()}
-        rng["cuda"] = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-        state |= {"script": Path(__file__).name, "args": asdict(self.args), "rng": rng}
-        torch.save({**state, "global_step": self.step, "seconds": self.seconds}, self.dir / "checkpoint.tmp")
-        (self.dir / "checkpoint.tmp").replace(self.dir / "checkpoint.pt")
-        self.saved_step = self.step
-
-    def close(self) -> None:
-        """End the logs with a summary; after a signal, end the program too."""
-        self.bar.close()
-        self.file.close()
-        if self.writer:
-            self.writer.close()
-        print(
-            f"{self.step:,} steps in {self.seconds:.1f} s, mean return of the last {len(self.returns)} episodes "
-            f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"
-        )
-        for signum, handler in self.handlers.items():
-            signal.signal(signum, handler)
-        if self.stopped_by is not None:
-            print(f"stopped by a signal; to go on: --resume {self.dir}", file=sys.stderr)
-            sys.exit(128 + self.stopped_by)
-
-
-def load_policy(checkpoint: dict, envs: Envs):
-    """The deterministic policy of a checkpoint: observation (N, O) -> the most probable action (N,)."""
-    agent = ActorCritic(envs.obs_dim, int(envs.action_space.n))
-    agent.load_state_dict(checkpoint["agent"])
-    policy = numpy_mlp(agent.actor)
-    return lambda obs: envs.action_space.start + policy(obs.astype(np.float32)).argmax(1)
+def clip(gradients: tuple[Tensor, ...], max_norm: float) -> tuple[Tensor, ...]:
+    """The gradients, scaled down together where the norm of all of them exceeds `max_norm`."""
+    norm = torch.cat([gradient.reshape(-1) for gradient in gradients]).norm()
+    return torch._foreach_mul(gradients, (max_norm / (norm + 1e-6)).clamp(max=1))
 
 
 def train(args: Args) -> Path:
     """Train from the start, or from a checkpoint, to the end; returns the run's folder. Wrong input: SystemExit(2)."""
-    args, checkpoint = load_checkpoint(args)
-    device = validate(args)
-    batch_size = args.num_envs * args.num_steps
-    num_iterations = args.total_timesteps // batch_size
-    if batch_size % args.num_minibatches:
-        fail(f"num_envs * num_steps = {batch_size} rows can't be divided into {args.num_minibatches} equal minibatches")
-    if num_iterations == 0:
-        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout, {batch_size} steps")
-    first_iteration, global_step = (checkpoint["iteration"], checkpoint["global_step"]) if checkpoint else (0, 0)
-
-    random.seed(args.seed)
-    np.random.seed(args.seed % 2**32)
-    torch.manual_seed(args.seed)
+    run = Run(args)
+    args, device = run.args, run.device
+    batch_size, num_iterations = rollout_sizes(args, args.num_envs)
     torch.set_num_threads(1)  # networks of this size lose by a second thread
-    seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(args.num_envs) >> 1  # EnvPool takes 31 bits
-    envs = Envs(args, seeds.tolist())
-    if not isinstance(envs.action_space, gym.spaces.Discrete):
-        fail(f"{args.env_id} has actions {envs.action_space}; this script is for Discrete, not for Box actions")
-    num_actions, first_action = int(envs.action_space.n), int(envs.action_space.start)
 
+    envs = Envs(args, run.env_seeds(args.num_envs))
+    if not isinstance(envs.action_space, gym.spaces.Discrete):
+        fail(f"{args.env_id} has actions {envs.action_space}; this script is for Discrete actions")
+    num_actions, first_action = int(envs.action_space.n), int(envs.action_space.start)
     agent = ActorCritic(envs.obs_dim, num_actions).to(device)
     optimizer = Adam(agent, args.learning_rate, eps=1e-5)
-    state = {"agent": agent, "optimizer": optimizer}
-    if checkpoint:
-        for name, part in state.items():
-            part.load_state_dict(checkpoint[name])
-        set_rng_state(checkpoint["rng"])
 
     # A single observation is too little work for a GPU, or for PyTorch: the policy collects on the CPU, in NumPy
     collector = agent if device.type == "cpu" else deepcopy(agent).cpu()
     policy = numpy_mlp(collector.actor)
+    check_policy(lambda obs: torch.from_numpy(policy(obs)).log_softmax(1), lambda obs: collector(obs)[0], envs.obs_dim)
+    run.open(envs, agent=agent, optimizer=optimizer)
 
     @torch.no_grad()
     def estimate(obs: Tensor, action: Tensor, reward: Tensor, terminated: Tensor, truncated: Tensor, valid: Tensor):
@@ -612,17 +230,12 @@ def train(args: Args) -> Path:
         ratio = log_ratio.exp()
         if args.norm_adv:
             advantage = (advantage - masked_mean(advantage, valid)) / (masked_std(advantage, valid) + 1e-8)
-        # The clipped surrogate objective, equation (7)
-        clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-        policy_loss = -masked_mean(torch.min(ratio * advantage, clipped_ratio * advantage), valid)
-        squared_error = (value - returns).square()
-        if args.clip_vloss:
-            clipped_value = old_value + (value - old_value).clamp(-args.clip_coef, args.clip_coef)
-            squared_error = torch.max(squared_error, (clipped_value - returns).square())
-        value_loss = 0.5 * masked_mean(squared_error, valid)
+        policy_loss = clipped_policy_loss(ratio, advantage, valid, args.clip_coef)
+        clip_value = args.clip_coef if args.clip_vloss else None
+        value_loss = clipped_value_loss(value, old_value, returns, valid, clip_value)
         entropy = -masked_mean((log_probs.exp() * log_probs).sum(1), valid)
         loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy  # equation (9), to be minimized
-        optimizer.step(torch.autograd.grad(loss, optimizer.weights), args.max_grad_norm)
+        optimizer.step(clip(torch.autograd.grad(loss, optimizer.weights), args.max_grad_norm))
         old_approx_kl, approx_kl = masked_mean(-log_ratio, valid), masked_mean(ratio - 1 - log_ratio, valid)
         clipfrac = masked_mean(((ratio - 1).abs() > args.clip_coef).float(), valid)
         return torch.stack([policy_loss, value_loss, entropy, old_approx_kl, approx_kl, clipfrac]).detach()
@@ -631,32 +244,30 @@ def train(args: Args) -> Path:
         """One pass over the batch in minibatches, the rows of `permutation` (B / M, M) -> the mean of their losses."""
         return torch.stack([update_minibatch(index, *batch) for index in permutation]).mean(0)
 
-    run = Run(args, checkpoint)
     statistics = EpisodeStatistics(args.num_envs)
     obs = np.zeros((args.num_steps + 1, args.num_envs, envs.obs_dim), dtype=np.float32)
     action = np.zeros((args.num_steps, args.num_envs), dtype=np.int64)
     reward = np.zeros((args.num_steps, args.num_envs), dtype=np.float32)
     terminated, truncated, done = np.zeros((3, args.num_steps, args.num_envs), dtype=bool)
     obs[-1] = envs.reset()
-    for iteration in range(first_iteration, num_iterations):
+    for iteration in range(run.iteration, num_iterations):
         if args.anneal_lr:
             optimizer.learning_rate.fill_(args.learning_rate * (1 - iteration / num_iterations))
 
-        # Collect. Gumbel noise makes the argmax a sample (the Gumbel-max trick). The learner gets values and
+        # Collect. With Gumbel noise, the argmax is a sample (the Gumbel-max trick). The learner gets values and
         # log-probabilities later, all at once, by the same weights
         if collector is not agent:
             collector.load_state_dict(agent.state_dict())
-        noise = -torch.empty(*action.shape, num_actions).exponential_().log().numpy()
-        valid = np.empty_like(done)
-        valid[0] = ~done[-1]
+        gumbel = -torch.empty(*action.shape, num_actions).exponential_().log().numpy()
         obs[0] = obs[-1]
         for t in range(args.num_steps):
-            action[t] = (policy(obs[t]) + noise[t]).argmax(1)
+            run.stop_if_asked()
+            action[t] = (policy(obs[t]) + gumbel[t]).argmax(1)
             obs[t + 1], reward[t], terminated[t], truncated[t] = envs.step(first_action + action[t])
-        done = terminated | truncated
-        valid[1:] = ~done[:-1]
-        episodes = statistics.update(reward, done, valid)
-        global_step += int(valid.sum())
+        previous, done = done[-1:], terminated | truncated
+        valid = ~np.concatenate([previous, done[:-1]])  # after a row in which an episode ended comes its reset
+        run.episodes += statistics.update(reward, done, valid)
+        run.step += int(valid.sum())
 
         # Estimate advantages
         rollout = (obs, action, reward, terminated, truncated, valid)
@@ -671,15 +282,543 @@ def train(args: Args) -> Path:
 
         # Log
         values = torch.stack([*losses, explained_variance, optimizer.learning_rate]).tolist()
-        run.log(global_step, dict(zip(METRICS, values, strict=True)), episodes)
-        is_last = run.stopped_by is not None or iteration == num_iterations - 1
-        if run.needs_checkpoint(is_last):
-            run.save(iteration=iteration + 1, **{name: part.state_dict() for name, part in state.items()})
-        if is_last:
-            break
-    envs.close()
-    run.close()
-    return run.dir
+        run.iteration = iteration + 1
+        run.log(dict(zip(METRICS, values, strict=True)))
+    return run.close()
+
+
+def load_policy(checkpoint: dict, envs: "Envs"):
+    """The deterministic policy of a checkpoint: observation (N, O) -> the most probable action (N,)."""
+    agent = ActorCritic(envs.obs_dim, int(envs.action_space.n))
+    agent.load_state_dict(checkpoint["agent"])
+    policy = numpy_mlp(agent.actor)
+    return lambda obs: envs.action_space.start + policy(obs.astype(np.float32)).argmax(1)
+
+
+# ---- Plumbing: all below is the same text in every script that has it, and no part of the algorithm ---------------
+
+
+class EpisodeStatistics:
+    """Return and length of each episode that ends, from rows (T, N); a reset row has reward 0 and is no step."""
+
+    def __init__(self, num_envs: int):
+        self.episode_return, self.episode_length = np.zeros(num_envs), np.zeros(num_envs, dtype=int)
+
+    def update(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray) -> list[tuple[float, int]]:
+        returns = self.episode_return + reward.cumsum(0, dtype=np.float64)
+        lengths = self.episode_length + valid.cumsum(0, dtype=int)
+        ended = []
+        for t, env in np.argwhere(done):
+            ended.append((float(returns[t, env]), int(lengths[t, env])))
+            returns[t:, env] -= returns[t, env]
+            lengths[t:, env] -= lengths[t, env]
+        self.episode_return, self.episode_length = returns[-1], lengths[-1]
+        return ended
+
+
+class Adam(nn.Module):
+    """Adam (Kingma & Ba 2015, algorithm 1): PyTorch's fused kernel, without the bookkeeping of torch.optim around it.
+
+    For small networks that bookkeeping takes longer than the kernel. torch.compile can trace neither, so compiled code
+    has the formula written out, on all weights as one vector (P,), which becomes a single loop. What changes is kept in
+    tensors, the learning rate too, so that compiled code and CUDA graphs read its present value.
+    """
+
+    def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
+        super().__init__()
+        self.weights, self.eps, self.betas = list(module.parameters()), eps, betas
+        self.sizes = [w.numel() for w in self.weights]
+        zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
+        self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate))
+        self.register_buffer("steps", torch.zeros_like(zeros[0]))
+        self.register_buffer("beta_powers", torch.ones(2, device=zeros.device))  # each beta to the power of `steps`
+        self.register_buffer("beta_factors", zeros.new_tensor(betas), persistent=False)
+        self.register_buffer("exp_avg", zeros.clone())
+        self.register_buffer("exp_avg_sq", zeros.clone())
+        # The kernel takes lists: views of the two vectors, which a checkpoint fills in place. On CUDA it refuses those
+        # that do not lie in memory as their weight does
+        parts = zip(self.weights, self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes), strict=True)
+        views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
+        self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
+
+    @torch.no_grad()
+    def step(self, gradients: tuple[Tensor, ...]) -> None:
+        """Change the weights in place, down their gradients."""
+        self.steps.add_(1)
+        self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would compute a power anew every few weights
+        beta1, beta2 = self.betas
+        if torch.compiler.is_compiling():
+            gradient = torch.cat([g.reshape(-1) for g in gradients])
+            self.exp_avg.lerp_(gradient, 1 - beta1)
+            self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
+            scale = (self.exp_avg_sq / (1 - self.beta_powers[1])).sqrt() + self.eps
+            change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta_powers[0]))
+            parts = zip(change.split(self.sizes), self.weights, strict=True)
+            torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
+            return
+        # The kernel goes through memory in order, so a gradient must lie there as its weight does
+        pairs = zip(gradients, self.weights, strict=True)
+        gradients = [g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in pairs]
+        torch._fused_adam_(
+            self.weights, gradients, self.exp_avgs, self.exp_avg_sqs, [], [self.steps] * len(gradients),
+            lr=self.learning_rate, beta1=beta1, beta2=beta2, eps=self.eps,
+            weight_decay=0, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+
+def numpy_mlp(net: nn.Sequential):
+    """The function of a network on NumPy arrays (B, inputs) -> (B, outputs): 5 us for one row, where PyTorch takes 35.
+
+    It reads the memory of the parameters, which must be on the CPU, and follows when these change in place. Layers that
+    it does not know are left to PyTorch.
+    """
+    known = {nn.Tanh: np.tanh, nn.ReLU: partial(np.maximum, np.float32(0))}
+    layers = list(net) if isinstance(net, nn.Sequential) else [net]
+    linear, activations = layers[::2], [known.get(type(layer)) for layer in layers[1::2]]
+    is_known = all(type(layer) is nn.Linear and layer.bias is not None for layer in linear) and None not in activations
+    if not is_known or len(linear) != len(activations) + 1:
+        return torch.no_grad()(lambda x: net(torch.from_numpy(x)).numpy())
+    *hidden, (last_weight, last_bias) = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in linear]
+
+    def forward(x: np.ndarray) -> np.ndarray:
+        for (weight, bias), activation in zip(hidden, activations, strict=True):
+            x = activation(x.dot(weight) + bias)  # of arrays this small, `@` takes half a microsecond more
+        return x.dot(last_weight) + last_bias
+
+    return forward
+
+
+@torch.no_grad()
+def check_policy(acting, learning, obs_dim: int) -> None:
+    """Refuse a policy that acts, of arrays (B, O) -> (B, A), if the one that learns, of tensors, computes others."""
+    obs = np.random.default_rng(1).normal(size=(64, obs_dim)).astype(np.float32)
+    if not np.allclose(acting(obs), learning(torch.from_numpy(obs)), rtol=1e-3, atol=1e-3):
+        fail("the policy that acts differs from the one that learns: `numpy_mlp` is not all that `forward` computes")
+
+
+def fail(message: str) -> NoReturn:
+    """End with one line and exit code 2: the input is wrong."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def num_cores() -> int:
+    """How many CPU cores this process may use; all there are, on a system that does not tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
+    """The library that makes the environments; SystemExit(2) if none knows the id, with the ids that come near."""
+    sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
+    libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"], []
+    for library in libraries if in_process else reversed(libraries):
+        # EnvPool takes half a second to import
+        ids = gym.registry if library == "gymnasium" else importlib.import_module("envpool").list_all_envs()
+        if env_id in ids or (library == "gymnasium" and ":" in env_id):
+            return library
+        known += ids
+    name = env_id.removeprefix("ALE/").replace("NoFrameskip-v4", "-v5")  # what others call EnvPool's Atari games
+    near = dict.fromkeys(difflib.get_close_matches(name, known))
+    fail(f"no environment {env_id} in {' or '.join(libraries)}" + bool(near) * f"; close to it: {', '.join(near)}")
+
+
+def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.Env:
+    """One Gymnasium environment with flat observations (O,). A worker process leaves signals to its parent."""
+    if multiprocessing.parent_process() is not None:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.SIG_IGN)
+    # No warnings that nobody can act upon: of old ids, which published results are of, and of old attributes in models
+    warnings.filterwarnings("ignore", ".*out of date")
+    if "mujoco" in str(env):
+        importlib.import_module("mujoco").set_mju_user_warning(lambda _message: None)
+    env = gym.make(env, disable_env_checker=True, **settings)
+    is_flat = isinstance(env.observation_space, gym.spaces.Box) and len(env.observation_space.shape) == 1
+    return env if is_flat else gym.wrappers.FlattenObservation(env)
+
+
+class SyncEnvs:
+    """Environments stepped in turn in this process; for a single one, a step takes 14 us less than in SyncVectorEnv."""
+
+    def __init__(self, env_fns: list):
+        self.envs, self.done = [env_fn() for env_fn in env_fns], np.zeros(len(env_fns), dtype=bool)
+        self.single_observation_space = self.envs[0].observation_space
+        self.single_action_space = self.envs[0].action_space
+
+    def reset(self, seed: list[int]):
+        return np.stack([env.reset(seed=env_seed)[0] for env, env_seed in zip(self.envs, seed, strict=True)]), {}
+
+    def step(self, action: np.ndarray):
+        rows, reward, infos = [], np.zeros(len(action)), [{}] * len(action)
+        terminated, truncated = np.zeros((2, len(action)), dtype=bool)
+        for i, env in enumerate(self.envs):
+            if self.done[i]:
+                obs, _ = env.reset()
+            else:  # a copy of the action, as an environment may change it
+                obs, reward[i], terminated[i], truncated[i], infos[i] = env.step(action[i].copy())
+            rows.append(obs)
+        self.done = terminated | truncated
+        return np.stack(rows), reward, terminated, truncated, infos
+
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
+
+
+@contextlib.contextmanager
+def light_start():
+    """Worker processes started herein ignore signals, have one thread, and do not import this file.
+
+    Else multiprocessing imports the main module in each, and PyTorch with it: 1.6 s and 230 MB instead of 0.2 s and
+    40 MB. So, meanwhile, an empty module takes its place.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+
+
+def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
+    """Environments, each in a worker process of its own."""
+    print(f"starting {len(env_fns)} worker processes", file=sys.stderr)
+    multiprocessing.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
+    with light_start():
+        vector = gym.vector.AsyncVectorEnv(env_fns, context="forkserver")
+    atexit.register(lambda: [process.kill() for process in vector.processes])  # else a run that broke may wait for them
+    return vector
+
+
+def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
+    """Raise a ValueError at a NaN or infinity; but nobody looks at what follows a termination: there it becomes 0."""
+    if not math.isfinite(np.vdot(obs, obs) + np.vdot(reward, reward)):  # takes 1 us
+        obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
+        if not (np.isfinite(obs).all() and np.isfinite(reward).all()):
+            raise ValueError("an observation or a reward is NaN or infinite")
+
+
+def numbers_in(info: dict) -> dict[str, float]:
+    """The finite numbers of an `info`, such as is_success; not those that EnvPool keeps for itself."""
+    numbers = {key: x for key, x in info.items() if isinstance(x, bool | int | float | np.bool_ | np.number)}
+    is_own = ("_", "env_id", "elapsed_step")
+    return {key: float(x) for key, x in numbers.items() if math.isfinite(x) and not key.startswith(is_own)}
+
+
+class Envs:
+    """N environments side by side: flat observations (N, O); actions (N, A), or (N,) where they are discrete.
+
+    Autoreset is one step late, whatever the backend: the observation at an episode's end is its true last one, and the
+    next step ignores its action, resets that environment and returns reward 0. This row is no step of the environment.
+    """
+
+    def __init__(self, args: Args, seeds: list[int]):
+        self.num_envs, self.seeds, self.infos, self.stop = len(seeds), seeds, defaultdict(list), fail
+        in_process = args.sync_envs or len(seeds) == 1
+        try:
+            settings = dict(json.loads(args.env_kwargs))
+            warnings.filterwarnings("ignore", ".*precision lowered")  # by EnvPool's spaces
+            self.backend = choose_backend(args.env_id, args.env_backend, in_process)
+            if self.backend == "envpool":
+                settings |= {"num_envs": len(seeds), "seed": seeds, "num_threads": min(len(seeds), num_cores())}
+                self.vector = importlib.import_module("envpool").make_gymnasium(args.env_id, **settings)
+                self.observation_space, self.action_space = self.vector.observation_space, self.vector.action_space
+            else:
+                # A record instead of the id, since what this file registers is unknown in a worker process
+                env_fns = [partial(make_env, gym.registry.get(args.env_id, args.env_id), settings)] * len(seeds)
+                self.vector = (SyncEnvs if in_process else worker_envs)(env_fns)
+                self.observation_space = self.vector.single_observation_space
+                self.action_space = self.vector.single_action_space
+            self.obs_dim = gym.spaces.flatdim(self.observation_space)
+        except Exception as error:  # whatever a constructor brings up
+            fail(f"can't make environment {args.env_id}: {type(error).__name__}: {error}")
+        self.action_shape = (len(seeds), *self.action_space.shape)
+        if self.observation_space.dtype == np.uint8 and self.obs_dim > 1000:
+            print("note: these pixels go into an MLP; ppo_atari_envpool has convolutions", file=sys.stderr)
+
+    def flatten(self, obs) -> np.ndarray:
+        if isinstance(self.observation_space, gym.spaces.Box):
+            return obs.reshape(self.num_envs, -1)
+        rows = [{key: obs[key][i] for key in obs} for i in range(self.num_envs)] if isinstance(obs, dict) else obs
+        return np.stack([gym.spaces.flatten(self.observation_space, row) for row in rows])
+
+    def reset(self) -> np.ndarray:
+        """Start an episode in each environment -> observation (N, O)."""
+        try:
+            obs, _ = self.vector.reset() if self.backend == "envpool" else self.vector.reset(seed=self.seeds)
+        except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
+            self.stop(self.explain(error))
+        return self.flatten(obs)
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Step each environment: action -> observation (N, O), reward (N,), terminated (N,), truncated (N,)."""
+        try:
+            obs, reward, terminated, truncated, infos = self.vector.step(action.reshape(self.action_shape))
+            obs = self.flatten(obs)
+            check_finite(obs, reward, terminated)
+        except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
+            self.stop(self.explain(error))
+        done = terminated | truncated
+        if done.any():
+            self.note_ends(infos, done)
+        return obs, reward, terminated, truncated
+
+    def explain(self, error: Exception) -> str:
+        """What broke, in one line; an environment's traceback is printed."""
+        if not isinstance(error, EOFError | ConnectionError):
+            traceback.print_exception(error)
+            return f"{type(error).__name__}: {error}"
+        self.vector.closed = True  # else, at exit, it would wait for the answer of the dead
+        time.sleep(0.1)  # until its exit code is there
+        dead = [f"{i} (exit code {p.exitcode})" for i, p in enumerate(self.vector.processes) if not p.is_alive()]
+        return f"environment worker {', '.join(dead)} died"
+
+    def note_ends(self, infos, done: np.ndarray) -> None:
+        """Keep the numbers that `info` holds of each episode that ended, for the log."""
+        for i in np.flatnonzero(done):
+            info = infos[i] if isinstance(infos, list) else {key: x[i] for key, x in infos.items() if np.ndim(x)}
+            for key, value in numbers_in(info).items():
+                self.infos[key].append(value)
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):  # a worker may be dead
+            self.vector.close()
+
+
+def rollout_sizes(args: Args, num_envs: int) -> tuple[int, int]:
+    """Rows of a rollout, and how many rollouts make a run; SystemExit(2) if these do not come out even."""
+    batch_size = num_envs * args.num_steps
+    if batch_size % args.num_minibatches:
+        fail(f"num_envs * num_steps = {batch_size} rows can't be divided into {args.num_minibatches} equal minibatches")
+    if args.total_timesteps < batch_size:
+        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout, {batch_size} steps")
+    return batch_size, args.total_timesteps // batch_size
+
+
+def validate(args: Args) -> torch.device:
+    """Refuse settings that can't work, before any work is done; returns the device to learn on."""
+    for name, value in asdict(args).items():
+        least, most = LIMITS.get(name, (int(type(value) is int), math.inf))
+        if type(value) in (int, float) and not (least <= value <= most and math.isfinite(value)):
+            fail(f"--{name.replace('_', '-')} must be a finite number from {least} to {most}, not {value}")
+    try:
+        device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("it must be auto, cpu, cuda or cuda:N")
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        fail(f"--device {args.device}: {error}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # CUDA graphs are recorded on the current device
+    elif getattr(args, "cudagraphs", False):
+        print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
+    if getattr(args, "learning_starts", 0) >= args.total_timesteps:
+        print("note: the run is over before --learning-starts: nothing will be learnt", file=sys.stderr)
+    return device
+
+
+def load_checkpoint(args: Args) -> tuple[Args, dict]:
+    """The settings and the checkpoint of the run to resume; without --resume the settings as they are, and nothing."""
+    if args.resume is None:
+        return args, {}
+    try:
+        # Mapped, not read: a replay buffer goes from the file straight to its place
+        checkpoint = torch.load(Path(args.resume, "checkpoint.pt"), map_location="cpu", weights_only=True, mmap=True)
+        if checkpoint["script"] != Path(__file__).name:
+            raise ValueError(f"this is a run of {checkpoint['script']}")
+        saved = Args(**checkpoint["args"])
+    except Exception as error:  # whatever unpickling a broken file brings up
+        fail(f"can't resume {args.resume}: {type(error).__name__}: {error}")
+    typed = {word.partition("=")[0].lstrip("-").replace("-", "_").removeprefix("no_") for word in sys.argv[1:]}
+    defaults = {field.name: field.default for field in fields(Args)}
+    given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
+    for name, value in given.items():
+        may_change = name in ("resume", "device") or (name == "total_timesteps" and value > saved.total_timesteps)
+        if value != getattr(saved, name) and not may_change:
+            fail(f"--{name.replace('_', '-')}: a resumed run keeps its settings, but for a longer --total-timesteps")
+    if given.get("total_timesteps", saved.total_timesteps) != saved.total_timesteps:
+        print("what is annealed over the run now follows the new --total-timesteps", file=sys.stderr)
+    return replace(saved, **given), checkpoint
+
+
+class Run:
+    """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
+
+    At the first SIGINT or SIGTERM `stopped_by` is set, and the loop is to end. The second one kills.
+    """
+
+    def __init__(self, args: Args):
+        """Take up the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
+        self.args, self.checkpoint = load_checkpoint(args)
+        self.device = validate(self.args)
+        counters = (self.checkpoint.get(name, 0) for name in ("global_step", "iteration", "num_updates", "seconds"))
+        self.step, self.iteration, self.num_updates, self.seconds = counters
+        self.logged_step = self.saved_step = self.first_step = self.step
+        self.episodes, self.returns, self.stopped_by = [], deque(maxlen=100), None
+        self.checkpoint_every = self.args.checkpoint_every or max(1, self.args.total_timesteps // 10)
+        random.seed(self.args.seed)
+        np.random.seed(self.args.seed % 2**32)
+        torch.manual_seed(self.args.seed)
+
+    def env_seeds(self, num_envs: int) -> list[int]:
+        """A seed for each environment: 31 bits, as EnvPool takes them. No other run has it, nor had this one before."""
+        return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
+
+    def open(self, envs, **state) -> None:
+        """Load the parts of `state` from the checkpoint, to which they will be saved; open the run's folder."""
+        self.envs, self.state, envs.stop = envs, state, self.close
+        if self.checkpoint:
+            for name, part in state.items():
+                part.load_state_dict(self.checkpoint[name])
+            rng = self.checkpoint["rng"]
+            random.setstate(rng["python"])
+            np.random.set_state(tuple(rng["numpy"]))
+            torch.set_rng_state(rng["torch"])
+            if self.device.type == "cuda" and rng["cuda"] is not None:
+                torch.cuda.set_rng_state(rng["cuda"])
+            self.checkpoint = None  # frees a replay buffer
+        self.keep_rng()
+        name = f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}__{int(time.time())}"
+        self.dir = Path(self.args.resume or self.args.run_dir or "runs/" + name.replace("/", "_").replace(":", "_"))
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            if not self.args.resume and any(self.dir.iterdir()):
+                fail(f"the run folder {self.dir} is not empty; --resume goes on with a run")
+            self.open_files()
+        except (OSError, ImportError) as error:
+            fail(f"can't write to the run folder {self.dir}: {error}")
+        self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
+        total, initial = self.args.total_timesteps, self.step
+        self.bar = tqdm(total=total, initial=initial, unit=" steps", unit_scale=True, disable=None)
+        self.start_time = time.perf_counter() - self.seconds
+
+    def open_files(self) -> None:
+        """Write the configuration or, to resume, cut the log back to the checkpoint; then open the log to append."""
+        log, config, lines = self.dir / "metrics.jsonl", self.dir / "config.json", []
+        if not self.args.resume:
+            packages = ("torch", "tensordict", "gymnasium", "envpool", "numpy")
+            git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
+            values = {
+                "script": Path(__file__).name,
+                "args": asdict(self.args),
+                "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
+                "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
+                "cores": num_cores(),
+                "env_backend": getattr(self.envs, "backend", None),
+                "matmul_precision": torch.get_float32_matmul_precision(),
+                "commit": subprocess.getoutput(git) or None,
+                "id": os.urandom(8).hex(),  # in Weights & Biases
+            }
+            config.write_text(json.dumps(values, indent=2) + "\n")
+        for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line is left out
+                lines += [line + "\n"] if json.loads(line)["global_step"] <= self.step else []
+        log.with_suffix(".tmp").write_text("".join(lines))
+        log.with_suffix(".tmp").replace(log)
+        self.file, self.writer = log.open("a", buffering=1), None
+        if self.args.track:
+            import wandb
+
+            names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.dir.name}
+            run_id = json.loads(config.read_text())["id"]
+            wandb.init(**names, id=run_id, resume="allow", config=asdict(self.args), sync_tensorboard=True)
+        if self.args.tensorboard or self.args.track:
+            from torch.utils.tensorboard import SummaryWriter  # takes a second
+
+            self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if self.args.resume else None)
+
+    def on_signal(self, signum: int, _frame) -> None:
+        self.stopped_by = signum
+        signal.signal(signum, signal.SIG_DFL)
+
+    def keep_rng(self) -> None:
+        """Note the random state as of now: a rollout that is broken off has drawn numbers which must not count."""
+        name, keys, *rest = np.random.get_state()
+        self.rng = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state()}
+        self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Write a line, with the means over the episodes that ended since the last one; save if a checkpoint is due."""
+        seconds = time.perf_counter() - self.start_time
+        metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
+        if self.episodes:
+            self.returns.extend(episode_return for episode_return, _ in self.episodes)
+            means = np.mean(self.episodes, axis=0).tolist()
+            metrics["charts/episodic_return"], metrics["charts/episodic_length"] = means
+            metrics["charts/episodes"] = len(self.episodes)
+        metrics |= {f"info/{key}": sum(values) / len(values) for key, values in self.envs.infos.items()}
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                sys.exit(f"error: {name} is {value} at step {self.step}; the last checkpoint is from {self.saved_step}")
+            if self.writer:
+                self.writer.add_scalar(name, value, self.step)
+        self.file.write(json.dumps({"global_step": self.step, "seconds": round(seconds, 3), **metrics}) + "\n")
+        self.bar.set_postfix({"return": f"{np.mean(self.returns or [math.nan]):.1f}"}, refresh=False)
+        self.bar.update(self.step - self.logged_step)
+        self.logged_step, self.seconds = self.step, seconds
+        self.episodes.clear()
+        self.envs.infos.clear()
+        self.keep_rng()
+        if self.step // self.checkpoint_every > self.saved_step // self.checkpoint_every:
+            self.save()
+
+    def save(self) -> None:
+        """Write the checkpoint beside the old one, then put it in its place: at any moment the disk has a whole one."""
+        state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng}
+        state |= {"script": Path(__file__).name, "args": asdict(self.args), "seconds": self.seconds}
+        state |= {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
+        new = self.dir / "checkpoint.tmp"
+        try:
+            with new.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(self.dir / "checkpoint.pt")
+        except (OSError, RuntimeError) as error:
+            new.unlink(missing_ok=True)
+            sys.exit(f"error: can't write a checkpoint: {error}; the last one is of step {self.saved_step}")
+        self.saved_step = self.step
+
+    def goes_on(self) -> bool:
+        return self.step < self.args.total_timesteps and self.stopped_by is None
+
+    def is_due(self) -> bool:
+        """Whether the log is, or a checkpoint, which comes with a line of the log, or whether this is the end."""
+        intervals = (self.args.log_every, self.checkpoint_every)
+        return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
+
+    def stop_if_asked(self) -> None:
+        """In a rollout: end the run as of its last update after a signal, since a rollout may take minutes."""
+        if self.stopped_by is not None:
+            self.close()
+
+    def close(self, error: str | None = None) -> Path:
+        """End the run: save, and say how it went; returns its folder. After an error or a signal, end the program."""
+        if self.step > self.logged_step:
+            self.log({})
+        if self.step > self.saved_step:
+            self.save()
+        self.envs.close()
+        self.bar.close()
+        self.file.close()
+        if self.writer:
+            self.writer.close()
+        for signum, handler in self.handlers.items():
+            signal.signal(signum, handler)
+        if error:
+            sys.exit(f"error: {error}, at step {self.step}; the last checkpoint is from {self.saved_step}: {self.dir}")
+        if self.step == self.first_step > 0:
+            print("this run was finished before; a greater --total-timesteps lets it go on")
+        print(
+            f"{self.step:,} steps in {self.seconds:.1f} s, mean return of the last {len(self.returns)} episodes "
+            f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"
+        )
+        if self.stopped_by is not None:
+            print(f"stopped by a signal; to go on: --resume {self.dir}", file=sys.stderr)
+            sys.exit(128 + self.stopped_by)
+        return self.dir
 
 
 if __name__ == "__main__":

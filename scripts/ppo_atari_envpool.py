@@ -21,16 +21,18 @@ A = number of actions, P = number of parameters.
 Departures from CleanRL's script of the same name, whose settings these are: a truncated game bootstraps from the value
 of its last observation, and the rows in which games reset themselves are masked; a return is the score of a whole game,
 be it terminated or truncated; --target-kl looks at the mean over an epoch.
+
+How to read on: settings, networks, formulas, then `train`, the algorithm. Below the rule is nothing but plumbing.
 """
 
+import contextlib
 import ctypes
 import difflib
-import importlib.util
 import json
 import math
 import os
-import platform
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -39,9 +41,10 @@ from collections import deque
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
-from itertools import product
 from pathlib import Path
 from typing import Literal, NoReturn
+
+os.environ |= {"OPENBLAS_NUM_THREADS": "1"} | os.environ  # NumPy's products here are small, and cores are scarce
 
 import envpool
 import numpy as np
@@ -67,6 +70,7 @@ class Args:
 
     # environment
     env_id: str = "Breakout-v5"  # any Atari game of EnvPool
+    env_kwargs: str = "{}"  # arguments for its constructor, as JSON: '{"key": value}'
     total_timesteps: int = 10_000_000  # environment steps in the whole run, rounded down to whole rollouts
     num_envs: int = 8  # environments side by side
     async_envs: bool = True  # one half of an even number of games plays on while the policy acts for the other half
@@ -91,14 +95,16 @@ class Args:
     vf_coef: float = 0.5  # weight of the value loss, c1 in the paper
     max_grad_norm: float = 0.5  # the gradient is scaled down to this norm
     target_kl: float | None = None  # no more epochs on a rollout once the policy moved further than this
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32: lower is faster and coarser
-    bf16: bool = False  # compute the network in bfloat16; its weights and the loss stay in float32
+    matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"  # of float32; auto: TF32 on CUDA only
+    bf16: bool = False  # compute the network in bfloat16, but for its last layers; weights and loss stay in float32
 
 
 METRICS = (
     "losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl",
     "losses/clipfrac", "losses/explained_variance", "charts/learning_rate",
 )  # fmt: skip
+# The least and the greatest value of a setting; of others, integers are 1 or more, floats 0 or more
+LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "gae_lambda": (0, 1), "repeat_action_probability": (0, 1)}
 
 
 def space_to_depth(frames: Tensor) -> Tensor:
@@ -117,9 +123,9 @@ def push_frame(stack: Tensor, frame: Tensor, is_first: Tensor) -> Tensor:
 class ActorCritic(nn.Module):
     """Policy and value: four frames (B, 21, 21, 64) of bytes -> log-probabilities of actions (B, A), value (B,).
 
-    The Nature CNN. Its first layer, 8 x 8 pixels with stride 4, is one of 2 x 2 with stride 1 on frames whose pixels
-    are moved into channels; shuffled like this, orthogonal weights are orthogonal. All of an update takes half the time
-    so, as 64 channels of bytes lie side by side in memory; 4 would have to be gathered from four frames.
+    The Nature CNN. Its first layer, 8 x 8 pixels with stride 4, is one of 2 x 2 with stride 1 here, on frames whose
+    pixels `space_to_depth` has moved into channels. It computes the same, and orthogonal weights stay orthogonal in
+    this order, but an update takes half the time, since the 64 channels of a pixel lie side by side in memory.
     """
 
     def __init__(self, num_actions: int, dtype: torch.dtype = torch.float32):
@@ -140,9 +146,15 @@ class ActorCritic(nn.Module):
             # Pixels from 0 to 1: it takes less to divide the weights
             x = nn.functional.conv2d(x, self.conv1.weight / 255, self.conv1.bias).relu()
             x = self.conv3(self.conv2(x).relu()).relu()
-            x = self.hidden(x.permute(0, 2, 3, 1).flatten(1)).relu()
-            logits, value = self.actor(x), self.critic(x)
-        return logits.float().log_softmax(1), value.float().squeeze(1)
+            x = self.hidden(x.permute(0, 2, 3, 1).flatten(1)).relu().float()
+        return self.actor(x).log_softmax(1), self.critic(x).squeeze(1)
+
+    def acting_copy(self) -> "ActorCritic":
+        """A copy that computes the same by weights which are rounded once, when they are loaded, not at each call."""
+        copy = deepcopy(self)
+        for layer in (copy.conv2, copy.conv3, copy.hidden):
+            layer.to(self.dtype)
+        return copy
 
 
 def discounted_sum(x: Tensor, decay: Tensor) -> Tensor:
@@ -181,6 +193,173 @@ def masked_std(x: Tensor, valid: Tensor) -> Tensor:
     return (squares / (valid.sum() - 1).clamp(min=1)).sqrt()
 
 
+def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_coef: float) -> Tensor:
+    """The clipped surrogate objective, equation (7), to be minimized: all (M,) -> ()."""
+    clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    return -masked_mean(torch.min(ratio * advantage, clipped_ratio * advantage), valid)
+
+
+def clipped_value_loss(
+    value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
+) -> Tensor:
+    """Half the mean squared error of the value, or of one kept within `clip_coef` of the old one where that is more."""
+    error = (value - returns).square()
+    if clip_coef is not None:
+        clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
+        error = torch.max(error, (clipped_value - returns).square())
+    return 0.5 * masked_mean(error, valid)
+
+
+def clip(gradients: tuple[Tensor, ...], max_norm: float) -> tuple[Tensor, ...]:
+    """The gradients, scaled down together where the norm of all of them exceeds `max_norm`."""
+    norm = torch.cat([gradient.reshape(-1) for gradient in gradients]).norm()
+    return torch._foreach_mul(gradients, (max_norm / (norm + 1e-6)).clamp(max=1))
+
+
+def train(args: Args) -> Path:
+    """Train from the start, or from a checkpoint, to the end; returns the run's folder. Wrong input: SystemExit(2)."""
+    run = Run(args)
+    args, device = run.args, run.device
+    batch_size, num_iterations = rollout_sizes(args, args.num_envs)
+    torch.set_num_threads(num_cores())
+    spare_memory()
+    set_matmul_precision(args.matmul_precision, device)
+    torch.backends.cudnn.benchmark = True  # the shapes never change: let it find the fastest kernels for them
+
+    envs = Envs(args, run.env_seeds(args.num_envs))
+    agent = ActorCritic(int(envs.action_space.n), torch.bfloat16 if args.bf16 else torch.float32).to(device)
+    actor, optimizer = agent.acting_copy(), Adam(agent, args.learning_rate, eps=1e-5)
+    run.open(envs, agent=agent, optimizer=optimizer)
+
+    # What a rollout brings stays on the device, by step, pool and game. Step 0 holds the stacks of frames before the
+    # rollout, step t + 1 those that action t is chosen for; of the last step, only the value is of use
+    shape = (args.num_steps + 2, envs.num_pools, args.num_envs // envs.num_pools)
+    obs = torch.zeros(*shape, 21, 21, 8, dtype=torch.int64, device=device)  # eight bytes at a time
+    action, (log_prob, value) = torch.zeros_like(obs[..., 0, 0, 0]), torch.zeros(2, *shape, device=device)
+    exponential = torch.zeros(*shape, agent.actor.out_features, device=device)
+    numbers = torch.arange(shape[0] * shape[1], device=device).view(*shape[:2], 1)  # of each step and pool, in a tensor
+
+    @torch.no_grad()
+    def act(newest: Tensor, number: Tensor) -> Tensor:
+        """From the newest frames of a pool, as `Envs.recv` has them -> sampled actions (n,); keeps all to learn from.
+
+        The smallest of exponential variables with the probabilities as rates is a sample (as in the Gumbel-max trick).
+        """
+        before = obs.flatten(0, 1).index_select(0, number - envs.num_pools).squeeze(0)
+        stack = push_frame(before, space_to_depth(newest[:, :84]), newest[:, 84, 0] == 1)
+        log_probs, values = actor(stack)
+        sample = (log_probs - exponential.flatten(0, 1)[number].squeeze(0).log()).argmax(1)
+        chosen = log_probs.gather(1, sample.unsqueeze(1)).squeeze(1)
+        for kept, x in ((obs, stack.view(torch.int64)), (value, values), (action, sample), (log_prob, chosen)):
+            kept.flatten(0, 1).index_copy_(0, number, x.unsqueeze(0))
+        return sample
+
+    @torch.no_grad()
+    def estimate(reward: Tensor, terminated: Tensor, truncated: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+        """From a rollout, all (T, N), what is to be learnt (B,): advantage, return, valid; and explained variance."""
+        values = value[1:].flatten(1)
+        advantage = gae(reward, values, terminated, truncated, valid, args.gamma, args.gae_lambda)
+        returns = advantage + values[:-1]
+        explained_variance = 1 - (masked_std(advantage, valid) / (masked_std(returns, valid) + 1e-8)).square()
+        return advantage.flatten(), returns.flatten(), valid.flatten(), explained_variance
+
+    def update_minibatch(index: Tensor, *estimates: Tensor) -> Tensor:
+        """One step of Adam on the rows `index` (M,) of the batch -> the first six `METRICS`."""
+        frames, *rows = (x[1:-1].flatten(0, 2) for x in (obs, action, log_prob, value))
+        chosen, old_log_prob, old_value, advantage, returns, valid = (x[index] for x in (*rows, *estimates))
+        log_probs, new_value = agent(frames.index_select(0, index).view(torch.uint8))
+        log_ratio = log_probs.gather(1, chosen.unsqueeze(1)).squeeze(1) - old_log_prob
+        ratio = log_ratio.exp()
+        if args.norm_adv:
+            advantage = (advantage - masked_mean(advantage, valid)) / (masked_std(advantage, valid) + 1e-8)
+        policy_loss = clipped_policy_loss(ratio, advantage, valid, args.clip_coef)
+        clip_value = args.clip_coef if args.clip_vloss else None
+        value_loss = clipped_value_loss(new_value, old_value, returns, valid, clip_value)
+        entropy = -masked_mean((log_probs.exp() * log_probs).sum(1), valid)
+        loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy  # equation (9), to be minimized
+        optimizer.step(clip(torch.autograd.grad(loss, optimizer.weights), args.max_grad_norm))
+        old_approx_kl, approx_kl = masked_mean(-log_ratio, valid), masked_mean(ratio - 1 - log_ratio, valid)
+        clipfrac = masked_mean(((ratio - 1).abs() > args.clip_coef).float(), valid)
+        return torch.stack([policy_loss, value_loss, entropy, old_approx_kl, approx_kl, clipfrac]).detach()
+
+    def update_epoch(permutation: Tensor, *estimates: Tensor) -> Tensor:
+        """One pass over the batch in minibatches, the rows of `permutation` (B / M, M) -> the mean of their losses."""
+        return torch.stack([update_minibatch(index, *estimates) for index in permutation]).mean(0)
+
+    statistics, done = EpisodeStatistics(args.num_envs), np.zeros((args.num_steps, args.num_envs), dtype=bool)
+    rows = np.zeros((5, args.num_steps, *shape[1:]), dtype=np.float32)
+    reward, terminated, truncated, points, game_over = (row.reshape(args.num_steps, -1) for row in rows)
+    newest = list(torch.from_numpy(envs.reset()).to(device).chunk(envs.num_pools))
+
+    def receive(t: int, pool: int) -> Tensor:
+        """Take what step t brought a pool -> the actions that its games are to take next (n,)."""
+        frame, rows[:, t, pool] = envs.recv(pool)
+        newest[pool] = torch.from_numpy(frame).to(device)
+        return act(newest[pool], numbers[t + 2, pool])
+
+    for iteration in range(run.iteration, num_iterations):
+        if args.anneal_lr:
+            optimizer.learning_rate.fill_(args.learning_rate * (1 - iteration / num_iterations))
+
+        # Collect. While the policy acts for a pool, the other one plays. Each game takes `num_steps` steps by the same
+        # policy and the same random numbers as if all kept step
+        actor.load_state_dict(agent.state_dict())
+        torch.set_num_threads(1)  # a second one would take a core from the games
+        exponential.exponential_()
+        obs[0] = obs[-2]
+        for pool in range(envs.num_pools):
+            envs.send(pool, act(newest[pool], numbers[1, pool]).cpu().numpy())
+        for t in range(args.num_steps - 1):
+            for pool in range(envs.num_pools):
+                envs.send(pool, receive(t, pool).cpu().numpy())
+        for pool in range(envs.num_pools):
+            receive(args.num_steps - 1, pool)  # the next rollout begins with these frames
+        run.stop_if_asked()
+        torch.set_num_threads(num_cores())
+        previous, done = done[-1:], (terminated + truncated) > 0
+        valid = ~np.concatenate([previous, done[:-1]])  # after a row in which an episode ended comes its reset
+        run.episodes += statistics.update(points, game_over > 0, valid)
+        run.step += int(valid.sum())
+
+        # Estimate advantages
+        rollout = torch.from_numpy(np.stack([reward, terminated, truncated, valid])).to(device)
+        *estimates, explained_variance = estimate(*rollout)
+
+        # Learn
+        for _ in range(args.update_epochs):
+            permutation = torch.randperm(batch_size, device=device).view(args.num_minibatches, -1)
+            losses = update_epoch(permutation, *estimates)
+            if args.target_kl is not None and losses[METRICS.index("losses/approx_kl")] > args.target_kl:
+                break
+
+        # Log
+        values = torch.stack([*losses, explained_variance, optimizer.learning_rate]).tolist()
+        run.iteration = iteration + 1
+        run.log(dict(zip(METRICS, values, strict=True)))
+    return run.close()
+
+
+def load_policy(checkpoint: dict, envs: "Envs"):
+    """The deterministic policy of a checkpoint: newest frames (N, 85, 84) -> the most probable action (N,).
+
+    It remembers the frames before them.
+    """
+    agent = ActorCritic(int(envs.action_space.n))
+    agent.load_state_dict(checkpoint["agent"])
+    stack = torch.zeros(envs.num_envs, 21, 21, 64, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def policy(newest: np.ndarray) -> np.ndarray:
+        newest = torch.from_numpy(newest)
+        stack.copy_(push_frame(stack, space_to_depth(newest[:, :84]), newest[:, 84, 0] == 1))
+        return agent(stack)[0].argmax(1).numpy()
+
+    return policy
+
+
+# ---- Plumbing: all below is the same text in every script that has it, and no part of the algorithm ---------------
+
+
 class EpisodeStatistics:
     """Return and length of each episode that ends, from rows (T, N); a reset row has reward 0 and is no step."""
 
@@ -200,11 +379,11 @@ class EpisodeStatistics:
 
 
 class Adam(nn.Module):
-    """Adam (Kingma & Ba 2015, algorithm 1), with clipping: PyTorch's fused kernel without the bookkeeping around it.
+    """Adam (Kingma & Ba 2015, algorithm 1): PyTorch's fused kernel, without the bookkeeping of torch.optim around it.
 
-    For small networks, the bookkeeping of torch.optim takes longer than the kernel. torch.compile can trace neither, so
-    compiled code has the formula written out, on all weights as one vector (P,): it becomes a single loop. The learning
-    rate is a tensor, so that compiled code and CUDA graphs read its present value.
+    For small networks that bookkeeping takes longer than the kernel. torch.compile can trace neither, so compiled code
+    has the formula written out, on all weights as one vector (P,), which becomes a single loop. What changes is kept in
+    tensors, the learning rate too, so that compiled code and CUDA graphs read its present value.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -213,10 +392,9 @@ class Adam(nn.Module):
         self.sizes = [w.numel() for w in self.weights]
         zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
         self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate))
-        # The kernel counts steps, the formula multiplies powers: a run goes on in the way that it began
         self.register_buffer("steps", torch.zeros_like(zeros[0]))
-        self.register_buffer("beta1_power", torch.ones_like(zeros[0]))
-        self.register_buffer("beta2_power", torch.ones_like(zeros[0]))
+        self.register_buffer("beta_powers", torch.ones(2, device=zeros.device))  # each beta to the power of `steps`
+        self.register_buffer("beta_factors", zeros.new_tensor(betas), persistent=False)
         self.register_buffer("exp_avg", zeros.clone())
         self.register_buffer("exp_avg_sq", zeros.clone())
         # The kernel takes lists: views of the two vectors, which a checkpoint fills in place. On CUDA it refuses those
@@ -226,49 +404,53 @@ class Adam(nn.Module):
         self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
 
     @torch.no_grad()
-    def step(self, gradients: tuple[Tensor, ...], max_norm: float = math.inf) -> None:
-        """Change the weights in place, down their gradients, which are scaled down to `max_norm` if they exceed it.
-
-        The kernel scales the gradients in place: they are used up, and no two may share memory.
-        """
-        excess = None
-        if max_norm < math.inf:
-            norm = torch.cat([g.reshape(-1) for g in gradients]).norm()
-            excess = ((norm + 1e-6) / max_norm).clamp(min=1).float()  # the kernel takes no other type
+    def step(self, gradients: tuple[Tensor, ...]) -> None:
+        """Change the weights in place, down their gradients."""
         self.steps.add_(1)
+        self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would compute a power anew every few weights
+        beta1, beta2 = self.betas
         if torch.compiler.is_compiling():
-            self.step_written_out(gradients, excess)
+            gradient = torch.cat([g.reshape(-1) for g in gradients])
+            self.exp_avg.lerp_(gradient, 1 - beta1)
+            self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
+            scale = (self.exp_avg_sq / (1 - self.beta_powers[1])).sqrt() + self.eps
+            change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta_powers[0]))
+            parts = zip(change.split(self.sizes), self.weights, strict=True)
+            torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
             return
         # The kernel goes through memory in order, so a gradient must lie there as its weight does
         pairs = zip(gradients, self.weights, strict=True)
         gradients = [g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in pairs]
-        beta1, beta2 = self.betas
         torch._fused_adam_(
             self.weights, gradients, self.exp_avgs, self.exp_avg_sqs, [], [self.steps] * len(gradients),
-            lr=self.learning_rate, beta1=beta1, beta2=beta2, eps=self.eps, grad_scale=excess,
+            lr=self.learning_rate, beta1=beta1, beta2=beta2, eps=self.eps,
             weight_decay=0, amsgrad=False, maximize=False,
         )  # fmt: skip
-
-    def step_written_out(self, gradients: tuple[Tensor, ...], excess: Tensor | None) -> None:
-        """The same for torch.compile; gradients are divided by `excess`, if it is given."""
-        gradient = torch.cat([g.reshape(-1) for g in gradients])
-        if excess is not None:
-            gradient = gradient / excess
-        beta1, beta2 = self.betas
-        self.beta1_power.mul_(beta1)  # products, since a fused loop computes a power again for every few weights
-        self.beta2_power.mul_(beta2)
-        self.exp_avg.lerp_(gradient, 1 - beta1)
-        self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
-        scale = (self.exp_avg_sq / (1 - self.beta2_power)).sqrt() + self.eps
-        change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta1_power))
-        parts = zip(change.split(self.sizes), self.weights, strict=True)
-        torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
 
 
 def fail(message: str) -> NoReturn:
     """End with one line and exit code 2: the input is wrong."""
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def num_cores() -> int:
+    """How many CPU cores this process may use; all there are, on a system that does not tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def spare_memory() -> None:
+    """Settings of the C library and of the CPU that large updates gain by; where these do not know them, nothing.
+
+    Free memory stays with the process: to fetch the pages of arrays of 30 MB from the kernel anew, at each minibatch
+    and by two threads, took up to half an update. Denormal numbers, to which moments of Adam decay, count as zero; this
+    is set before any other thread starts, since threads copy it from the one that starts them.
+    """
+    torch.set_flush_denormal(True)
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        mallopt, trim_threshold, mmap_max = ctypes.CDLL(None).mallopt, -1, -4  # names and numbers of malloc.h
+        mallopt(trim_threshold, -1)
+        mallopt(mmap_max, 0)
 
 
 class Envs:
@@ -282,19 +464,24 @@ class Envs:
     def __init__(self, args: Args, seeds: list[int]):
         games = [env_id for env_id, (module, *_) in envpool.registration.registry.specs.items() if "atari" in module]
         if args.env_id not in games:
-            near = difflib.get_close_matches(args.env_id, games)
+            near = difflib.get_close_matches(args.env_id.removeprefix("ALE/").replace("NoFrameskip-v4", "-v5"), games)
             fail(f"no Atari game {args.env_id} in EnvPool" + bool(near) * f"; close to it: {', '.join(near)}")
-        if args.repeat_action_probability > 1:
-            fail(f"--repeat-action-probability must be at most 1, not {args.repeat_action_probability}")
+        self.infos, self.stop = {}, fail  # `Run.open` puts a gentler way to stop here
         self.num_envs, self.num_pools = len(seeds), 2 if args.async_envs and len(seeds) % 2 == 0 else 1
         names = ("episodic_life", "reward_clip", "frame_skip", "repeat_action_probability", "full_action_space")
         settings = {name: getattr(args, name) for name in names}
         size = settings["num_envs"] = len(seeds) // self.num_pools
-        settings["num_threads"] = min(size, len(os.sched_getaffinity(0)))  # EnvPool's default ignores the affinity
+        settings["num_threads"] = min(size, num_cores())  # EnvPool's default ignores the affinity
         parts = [seeds[i * size : (i + 1) * size] for i in range(self.num_pools)]
-        threads = set(os.listdir("/proc/self/task"))
-        self.pools = [envpool.make_gymnasium(args.env_id, seed=part, **settings) for part in parts]
-        for thread in set(os.listdir("/proc/self/task")) - threads:  # the policy goes first, as all games wait for it
+        tasks = Path("/proc/self/task")  # the threads of this process, on Linux
+        threads = set(os.listdir(tasks)) if tasks.exists() else set()
+        try:
+            settings |= dict(json.loads(args.env_kwargs))
+            self.pools = [envpool.make_gymnasium(args.env_id, seed=part, **settings) for part in parts]
+        except Exception as error:  # whatever a constructor brings up
+            fail(f"can't make environment {args.env_id}: {type(error).__name__}: {error}")
+        for thread in set(os.listdir(tasks)) - threads if tasks.exists() else ():
+            # The policy goes first, as all games wait for it
             os.setpriority(os.PRIO_PROCESS, int(thread), os.getpriority(os.PRIO_PROCESS, 0) + 10)
         self.action_space = self.pools[0].action_space
 
@@ -311,16 +498,16 @@ class Envs:
         """
         for pool, part in enumerate(np.split(action, self.num_pools)):
             self.send(pool, part)
-        rows = zip(*(self.recv(pool) for pool in range(self.num_pools)), strict=True)
-        frame, _, _, truncated, points, game_over = (np.concatenate(parts) for parts in rows)
-        return frame, points, game_over & ~truncated, truncated
+        frames, rows = zip(*(self.recv(pool) for pool in range(self.num_pools)), strict=True)
+        _, _, truncated, points, game_over = np.concatenate(rows, axis=1)
+        return np.concatenate(frames), points, game_over > truncated, truncated > 0
 
     def send(self, pool: int, action: np.ndarray) -> None:
         """Let the games of a pool take their actions (n,), and do not wait."""
         self.pools[pool].send(action)
 
-    def recv(self, pool: int) -> tuple[np.ndarray, ...]:
-        """Wait for a pool: newest frame (n, 85, 84), then reward, terminated, truncated, points, game over, all (n,).
+    def recv(self, pool: int) -> tuple[np.ndarray, np.ndarray]:
+        """Wait for a pool: newest frames (n, 85, 84); reward, terminated, truncated, points, game over, rows of (5, n).
 
         The line below a frame is 1 for the first of a game, else 0: one piece is one copy to the device. Points are
         rewards before all clipping; a game that is over may have been truncated.
@@ -328,360 +515,264 @@ class Envs:
         obs, reward, terminated, truncated, info = self.pools[pool].recv()
         frame = np.empty((len(obs), 85, 84), dtype=np.uint8)
         frame[:, :84], frame[:, 84] = obs[:, -1], (info["elapsed_step"] == 0)[:, None]
-        return frame, reward, terminated, truncated, info["reward"], truncated | (info["terminated"] == 1)
+        game_over = truncated | (info["terminated"] == 1)
+        return frame, np.stack([reward, terminated, truncated, info["reward"], game_over], dtype=np.float32)
 
     def close(self) -> None:
         for pool in self.pools:
             pool.close()
 
 
+def rollout_sizes(args: Args, num_envs: int) -> tuple[int, int]:
+    """Rows of a rollout, and how many rollouts make a run; SystemExit(2) if these do not come out even."""
+    batch_size = num_envs * args.num_steps
+    if batch_size % args.num_minibatches:
+        fail(f"num_envs * num_steps = {batch_size} rows can't be divided into {args.num_minibatches} equal minibatches")
+    if args.total_timesteps < batch_size:
+        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout, {batch_size} steps")
+    return batch_size, args.total_timesteps // batch_size
+
+
+def set_matmul_precision(precision: str, device: torch.device) -> None:
+    """Set how float32 matrices are multiplied; `auto`: by TF32 on CUDA, on a CPU the fastest way that is as exact.
+
+    On CPUs of other makers than Intel, oneDNN (`medium`) is twice as fast as MKL, and as exact if it does not round to
+    bfloat16. That is measured, not clocked, so that a machine decides the same each time.
+    """
+    if precision == "auto" and device.type == "cuda":
+        precision = "high"
+    elif precision == "auto":
+        torch.set_float32_matmul_precision("medium")
+        x = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
+        error = (x @ x - (x.double() @ x.double())).abs().max() / 256
+        cpu = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else "GenuineIntel"
+        precision = "medium" if error < 1e-6 and "GenuineIntel" not in cpu else "highest"
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = precision != "highest"
+
+
 def validate(args: Args) -> torch.device:
     """Refuse settings that can't work, before any work is done; returns the device to learn on."""
     for name, value in asdict(args).items():
-        may_be_zero = name in ("seed", "learning_starts", "ready_batch", "max_restarts")
-        flag, least = f"--{name.replace('_', '-')}", 0 if may_be_zero else 1
-        if type(value) is int and value < least:
-            fail(f"{flag} must be at least {least}, not {value}")
-        if type(value) is float and not 0 <= value < math.inf:
-            fail(f"{flag} must be a finite number, 0 or more, not {value}")
-        if name in ("gamma", "gae_lambda", "tau") and value > 1:
-            fail(f"{flag} must be at most 1, not {value}")
-    if args.track and importlib.util.find_spec("wandb") is None:
-        fail("--track needs Weights & Biases: pip install wandb")
+        least, most = LIMITS.get(name, (int(type(value) is int), math.inf))
+        if type(value) in (int, float) and not (least <= value <= most and math.isfinite(value)):
+            fail(f"--{name.replace('_', '-')} must be a finite number from {least} to {most}, not {value}")
     try:
         device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        fail(f"--device must be auto, cpu, cuda or cuda:N, not {args.device}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        fail(f"--device {args.device}: PyTorch finds {torch.cuda.device_count()} CUDA devices here")
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("it must be auto, cpu, cuda or cuda:N")
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        fail(f"--device {args.device}: {error}")
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)  # CUDA graphs are recorded on the current device
+    elif getattr(args, "cudagraphs", False):
+        print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
+    if getattr(args, "learning_starts", 0) >= args.total_timesteps:
+        print("note: the run is over before --learning-starts: nothing will be learnt", file=sys.stderr)
     return device
 
 
-def load_checkpoint(args: Args) -> tuple[Args, dict | None]:
-    """The settings and the checkpoint of the run to resume; without --resume the settings as they are, and None."""
+def load_checkpoint(args: Args) -> tuple[Args, dict]:
+    """The settings and the checkpoint of the run to resume; without --resume the settings as they are, and nothing."""
     if args.resume is None:
-        return args, None
+        return args, {}
     try:
-        checkpoint = torch.load(Path(args.resume, "checkpoint.pt"), map_location="cpu", weights_only=True)
-        script, saved = checkpoint["script"], checkpoint["args"]
-        saved = Args(**saved) if script == Path(__file__).name else None
-    except FileNotFoundError:
-        fail(f"--resume {args.resume}: there is no checkpoint.pt in this folder")
+        # Mapped, not read: a replay buffer goes from the file straight to its place
+        checkpoint = torch.load(Path(args.resume, "checkpoint.pt"), map_location="cpu", weights_only=True, mmap=True)
+        if checkpoint["script"] != Path(__file__).name:
+            raise ValueError(f"this is a run of {checkpoint['script']}")
+        saved = Args(**checkpoint["args"])
     except Exception as error:  # whatever unpickling a broken file brings up
-        fail(f"--resume {args.resume}: checkpoint.pt can't be read ({type(error).__name__})")
-    if saved is None:
-        fail(f"--resume {args.resume}: this is a run of {script}")
-    for field in fields(Args):
-        given = getattr(args, field.name)
-        if field.name not in ("resume", "device") and given not in (field.default, getattr(saved, field.name)):
-            fail(f"--{field.name.replace('_', '-')}: a resumed run keeps its settings; leave this flag out")
-    device = saved.device if args.device == "auto" else args.device
-    return replace(saved, resume=args.resume, device=device), checkpoint
-
-
-def set_rng_state(state: dict) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(tuple(state["numpy"]))
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
-
-
-def git_commit() -> str | None:
-    """The commit of the repository that this file is in, marked if the files have changed since; None without one."""
-    try:
-        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
-        return subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
-    except FileNotFoundError:  # no git here
-        return None
+        fail(f"can't resume {args.resume}: {type(error).__name__}: {error}")
+    typed = {word.partition("=")[0].lstrip("-").replace("-", "_").removeprefix("no_") for word in sys.argv[1:]}
+    defaults = {field.name: field.default for field in fields(Args)}
+    given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
+    for name, value in given.items():
+        may_change = name in ("resume", "device") or (name == "total_timesteps" and value > saved.total_timesteps)
+        if value != getattr(saved, name) and not may_change:
+            fail(f"--{name.replace('_', '-')}: a resumed run keeps its settings, but for a longer --total-timesteps")
+    if given.get("total_timesteps", saved.total_timesteps) != saved.total_timesteps:
+        print("what is annealed over the run now follows the new --total-timesteps", file=sys.stderr)
+    return replace(saved, **given), checkpoint
 
 
 class Run:
-    """A run's folder with config.json, metrics.jsonl, TensorBoard events and checkpoint.pt; and its progress bar.
+    """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
 
-    At the first SIGINT or SIGTERM `stopped_by` is set: the loop is to save and to end. The second one kills.
+    At the first SIGINT or SIGTERM `stopped_by` is set, and the loop is to end. The second one kills.
     """
 
-    def __init__(self, args: Args, checkpoint: dict | None):
-        self.args, self.returns, self.stopped_by = args, deque(maxlen=100), None
-        self.step = self.saved_step = checkpoint["global_step"] if checkpoint else 0
-        self.seconds = checkpoint["seconds"] if checkpoint else 0.0
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        self.dir = Path(args.resume or args.run_dir or "runs/" + name.replace("/", "_").replace(":", "_"))
-        self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
+    def __init__(self, args: Args):
+        """Take up the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
+        self.args, self.checkpoint = load_checkpoint(args)
+        self.device = validate(self.args)
+        counters = (self.checkpoint.get(name, 0) for name in ("global_step", "iteration", "num_updates", "seconds"))
+        self.step, self.iteration, self.num_updates, self.seconds = counters
+        self.logged_step = self.saved_step = self.first_step = self.step
+        self.episodes, self.returns, self.stopped_by = [], deque(maxlen=100), None
+        self.checkpoint_every = self.args.checkpoint_every or max(1, self.args.total_timesteps // 10)
+        random.seed(self.args.seed)
+        np.random.seed(self.args.seed % 2**32)
+        torch.manual_seed(self.args.seed)
+
+    def env_seeds(self, num_envs: int) -> list[int]:
+        """A seed for each environment: 31 bits, as EnvPool takes them. No other run has it, nor had this one before."""
+        return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
+
+    def open(self, envs, **state) -> None:
+        """Load the parts of `state` from the checkpoint, to which they will be saved; open the run's folder."""
+        self.envs, self.state, envs.stop = envs, state, self.close
+        if self.checkpoint:
+            for name, part in state.items():
+                part.load_state_dict(self.checkpoint[name])
+            rng = self.checkpoint["rng"]
+            random.setstate(rng["python"])
+            np.random.set_state(tuple(rng["numpy"]))
+            torch.set_rng_state(rng["torch"])
+            if self.device.type == "cuda" and rng["cuda"] is not None:
+                torch.cuda.set_rng_state(rng["cuda"])
+            self.checkpoint = None  # frees a replay buffer
+        self.keep_rng()
+        name = f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}__{int(time.time())}"
+        self.dir = Path(self.args.resume or self.args.run_dir or "runs/" + name.replace("/", "_").replace(":", "_"))
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
-            if checkpoint is None and any(self.dir.iterdir()):
+            if not self.args.resume and any(self.dir.iterdir()):
                 fail(f"the run folder {self.dir} is not empty; --resume goes on with a run")
-            self.open_files(is_new=checkpoint is None)
-        except OSError as error:
-            fail(f"can't write to the run folder {self.dir}: {error.strerror}")
-        self.bar = tqdm(total=args.total_timesteps, initial=self.step, unit=" steps", unit_scale=True, disable=None)
+            self.open_files()
+        except (OSError, ImportError) as error:
+            fail(f"can't write to the run folder {self.dir}: {error}")
+        self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
+        total, initial = self.args.total_timesteps, self.step
+        self.bar = tqdm(total=total, initial=initial, unit=" steps", unit_scale=True, disable=None)
         self.start_time = time.perf_counter() - self.seconds
 
-    def open_files(self, is_new: bool) -> None:
+    def open_files(self) -> None:
         """Write the configuration or, to resume, cut the log back to the checkpoint; then open the log to append."""
-        log = self.dir / "metrics.jsonl"
-        if is_new:
+        log, config, lines = self.dir / "metrics.jsonl", self.dir / "config.json", []
+        if not self.args.resume:
             packages = ("torch", "tensordict", "gymnasium", "envpool", "numpy")
-            on_cuda = self.args.device != "cpu" and torch.cuda.is_available()
-            config = {
+            git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
+            values = {
                 "script": Path(__file__).name,
                 "args": asdict(self.args),
-                "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
-                "device": torch.cuda.get_device_name() if on_cuda else "cpu",
-                "cores": len(os.sched_getaffinity(0)),
-                "commit": git_commit(),
+                "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
+                "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
+                "cores": num_cores(),
+                "env_backend": getattr(self.envs, "backend", None),
+                "matmul_precision": torch.get_float32_matmul_precision(),
+                "commit": subprocess.getoutput(git) or None,
+                "id": os.urandom(8).hex(),  # in Weights & Biases
             }
-            (self.dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        else:
-            lines = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("}\n")]
-            log.with_suffix(".tmp").write_text("".join(x for x in lines if json.loads(x)["global_step"] <= self.step))
-            log.with_suffix(".tmp").replace(log)
+            config.write_text(json.dumps(values, indent=2) + "\n")
+        for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line is left out
+                lines += [line + "\n"] if json.loads(line)["global_step"] <= self.step else []
+        log.with_suffix(".tmp").write_text("".join(lines))
+        log.with_suffix(".tmp").replace(log)
         self.file, self.writer = log.open("a", buffering=1), None
         if self.args.track:
             import wandb
 
             names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.dir.name}
-            wandb.init(**names, id=self.dir.name, resume="allow", config=asdict(self.args), sync_tensorboard=True)
+            run_id = json.loads(config.read_text())["id"]
+            wandb.init(**names, id=run_id, resume="allow", config=asdict(self.args), sync_tensorboard=True)
         if self.args.tensorboard or self.args.track:
             from torch.utils.tensorboard import SummaryWriter  # takes a second
 
-            self.writer = SummaryWriter(self.dir, purge_step=None if is_new else self.step + 1)
+            self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if self.args.resume else None)
 
     def on_signal(self, signum: int, _frame) -> None:
         self.stopped_by = signum
         signal.signal(signum, signal.SIG_DFL)
 
-    def log(self, step: int, metrics: dict[str, float], episodes: list[tuple[float, int]]) -> None:
-        """Write a line; `episodes` are the (return, length) of those that ended since the last one."""
+    def keep_rng(self) -> None:
+        """Note the random state as of now: a rollout that is broken off has drawn numbers which must not count."""
+        name, keys, *rest = np.random.get_state()
+        self.rng = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state()}
+        self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Write a line, with the means over the episodes that ended since the last one; save if a checkpoint is due."""
         seconds = time.perf_counter() - self.start_time
+        metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
+        if self.episodes:
+            self.returns.extend(episode_return for episode_return, _ in self.episodes)
+            means = np.mean(self.episodes, axis=0).tolist()
+            metrics["charts/episodic_return"], metrics["charts/episodic_length"] = means
+            metrics["charts/episodes"] = len(self.episodes)
+        metrics |= {f"info/{key}": sum(values) / len(values) for key, values in self.envs.infos.items()}
         for name, value in metrics.items():
             if not math.isfinite(value):
-                sys.exit(f"error: {name} is {value} at step {step}; the last checkpoint is from step {self.saved_step}")
-        metrics["charts/SPS"] = (step - self.step) / (seconds - self.seconds)
-        if episodes:
-            self.returns.extend(episode_return for episode_return, _ in episodes)
-            metrics["charts/episodic_return"], metrics["charts/episodic_length"] = np.mean(episodes, axis=0).tolist()
-            metrics["charts/episodes"] = len(episodes)
-        self.file.write(json.dumps({"global_step": step, "seconds": round(seconds, 3), **metrics}) + "\n")
-        for name, value in metrics.items() if self.writer else ():
-            self.writer.add_scalar(name, value, step)
+                sys.exit(f"error: {name} is {value} at step {self.step}; the last checkpoint is from {self.saved_step}")
+            if self.writer:
+                self.writer.add_scalar(name, value, self.step)
+        self.file.write(json.dumps({"global_step": self.step, "seconds": round(seconds, 3), **metrics}) + "\n")
         self.bar.set_postfix({"return": f"{np.mean(self.returns or [math.nan]):.1f}"}, refresh=False)
-        self.bar.update(step - self.step)
-        self.step, self.seconds = step, seconds
+        self.bar.update(self.step - self.logged_step)
+        self.logged_step, self.seconds = self.step, seconds
+        self.episodes.clear()
+        self.envs.infos.clear()
+        self.keep_rng()
+        if self.step // self.checkpoint_every > self.saved_step // self.checkpoint_every:
+            self.save()
 
-    def needs_checkpoint(self, is_last: bool) -> bool:
-        every = self.args.checkpoint_every or self.args.total_timesteps // 10
-        return is_last or self.step - self.saved_step >= every
-
-    def save(self, **state) -> None:
-        """Write the checkpoint beside the old one, then put it in its place: at any moment there is a whole one."""
-        name, keys, *rest = np.random.get_state()
-        rng = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state()}
-        rng["cuda"] = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-        state |= {"script": Path(__file__).name, "args": asdict(self.args), "rng": rng}
-        torch.save({**state, "global_step": self.step, "seconds": self.seconds}, self.dir / "checkpoint.tmp")
-        (self.dir / "checkpoint.tmp").replace(self.dir / "checkpoint.pt")
+    def save(self) -> None:
+        """Write the checkpoint beside the old one, then put it in its place: at any moment the disk has a whole one."""
+        state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng}
+        state |= {"script": Path(__file__).name, "args": asdict(self.args), "seconds": self.seconds}
+        state |= {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
+        new = self.dir / "checkpoint.tmp"
+        try:
+            with new.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(self.dir / "checkpoint.pt")
+        except (OSError, RuntimeError) as error:
+            new.unlink(missing_ok=True)
+            sys.exit(f"error: can't write a checkpoint: {error}; the last one is of step {self.saved_step}")
         self.saved_step = self.step
 
-    def close(self) -> None:
-        """End the logs with a summary; after a signal, end the program too."""
+    def goes_on(self) -> bool:
+        return self.step < self.args.total_timesteps and self.stopped_by is None
+
+    def is_due(self) -> bool:
+        """Whether the log is, or a checkpoint, which comes with a line of the log, or whether this is the end."""
+        intervals = (self.args.log_every, self.checkpoint_every)
+        return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
+
+    def stop_if_asked(self) -> None:
+        """In a rollout: end the run as of its last update after a signal, since a rollout may take minutes."""
+        if self.stopped_by is not None:
+            self.close()
+
+    def close(self, error: str | None = None) -> Path:
+        """End the run: save, and say how it went; returns its folder. After an error or a signal, end the program."""
+        if self.step > self.logged_step:
+            self.log({})
+        if self.step > self.saved_step:
+            self.save()
+        self.envs.close()
         self.bar.close()
         self.file.close()
         if self.writer:
             self.writer.close()
+        for signum, handler in self.handlers.items():
+            signal.signal(signum, handler)
+        if error:
+            sys.exit(f"error: {error}, at step {self.step}; the last checkpoint is from {self.saved_step}: {self.dir}")
+        if self.step == self.first_step > 0:
+            print("this run was finished before; a greater --total-timesteps lets it go on")
         print(
             f"{self.step:,} steps in {self.seconds:.1f} s, mean return of the last {len(self.returns)} episodes "
             f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"
         )
-        for signum, handler in self.handlers.items():
-            signal.signal(signum, handler)
         if self.stopped_by is not None:
             print(f"stopped by a signal; to go on: --resume {self.dir}", file=sys.stderr)
             sys.exit(128 + self.stopped_by)
-
-
-def load_policy(checkpoint: dict, envs: Envs):
-    """The deterministic policy of a checkpoint: newest frames (N, 85, 84) -> the most probable action (N,).
-
-    It remembers the frames before them.
-    """
-    agent = ActorCritic(int(envs.action_space.n))
-    agent.load_state_dict(checkpoint["agent"])
-    stack = torch.zeros(envs.num_envs, 21, 21, 64, dtype=torch.uint8)
-
-    @torch.no_grad()
-    def policy(newest: np.ndarray) -> np.ndarray:
-        newest = torch.from_numpy(newest)
-        stack.copy_(push_frame(stack, space_to_depth(newest[:, :84]), newest[:, 84, 0] == 1))
-        return agent(stack)[0].argmax(1).numpy()
-
-    return policy
-
-
-def train(args: Args) -> Path:
-    """Train from the start, or from a checkpoint, to the end; returns the run's folder. Wrong input: SystemExit(2)."""
-    args, checkpoint = load_checkpoint(args)
-    device = validate(args)
-    batch_size = args.num_envs * args.num_steps
-    num_iterations = args.total_timesteps // batch_size
-    if batch_size % args.num_minibatches:
-        fail(f"num_envs * num_steps = {batch_size} rows can't be divided into {args.num_minibatches} equal minibatches")
-    if num_iterations == 0:
-        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout, {batch_size} steps")
-    first_iteration, global_step = (checkpoint["iteration"], checkpoint["global_step"]) if checkpoint else (0, 0)
-
-    random.seed(args.seed)
-    np.random.seed(args.seed % 2**32)
-    torch.manual_seed(args.seed)
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    torch.set_float32_matmul_precision(args.matmul_precision)
-    # Adam's moments of dead ReLUs decay to numbers so small that a CPU stumbles on them. Set before the first work that
-    # is shared, since threads take it over from the one that starts them
-    torch.set_flush_denormal(True)
-    # Memory that is free stays with the process: to fetch the pages of arrays of 30 MB from the kernel anew, at each
-    # minibatch and by two threads, took up to half the time of an update
-    mallopt, trim_threshold, mmap_max = ctypes.CDLL(None).mallopt, -1, -4  # names and numbers of malloc.h
-    mallopt(trim_threshold, -1)
-    mallopt(mmap_max, 0)
-    torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"  # of convolutions
-    torch.backends.cudnn.benchmark = True  # the shapes never change: let it find the fastest kernels for them
-    seeds = np.random.SeedSequence([args.seed, global_step]).generate_state(args.num_envs) >> 1  # EnvPool takes 31 bits
-    envs = Envs(args, seeds.tolist())
-    num_actions = int(envs.action_space.n)
-
-    agent = ActorCritic(num_actions, torch.bfloat16 if args.bf16 else torch.float32).to(device)
-    optimizer = Adam(agent, args.learning_rate, eps=1e-5)
-    state = {"agent": agent, "optimizer": optimizer}
-    if checkpoint:
-        for name, part in state.items():
-            part.load_state_dict(checkpoint[name])
-        set_rng_state(checkpoint["rng"])
-
-    # The policy acts by weights that are rounded once a rollout, not at each step
-    actor = deepcopy(agent).to(agent.dtype)
-
-    # What a rollout brings stays on the device. Rows are numbered (t + 1) * N + environment: the first N hold the
-    # stacks of frames before the rollout, the last N those after it, of which the value is of use
-    num_rows = (args.num_steps + 2) * args.num_envs
-    rows = torch.arange(args.num_envs, num_rows, device=device).view(args.num_steps + 1, envs.num_pools, -1)
-    learnt = slice(args.num_envs, args.num_envs + batch_size)
-    obs = torch.zeros(num_rows, 21, 21, 8, dtype=torch.int64, device=device)  # eight bytes at a time
-    action = torch.zeros(num_rows, dtype=torch.int64, device=device)
-    log_prob, value = torch.zeros(2, num_rows, device=device)
-    noise = torch.zeros(num_rows, num_actions, device=device)
-
-    @torch.no_grad()
-    def act(newest: Tensor, row: Tensor) -> Tensor:
-        """From what `Envs.recv` has of a pool's frames -> sampled actions (n,); keeps all that is to be learnt from.
-
-        The smallest of exponential variables with the probabilities as rates is a sample (as in the Gumbel-max trick).
-        """
-        frame, is_first = space_to_depth(newest[:, :84]), newest[:, 84, 0] == 1
-        stack = push_frame(obs.index_select(0, row - args.num_envs), frame, is_first)
-        log_probs, values = actor(stack)
-        sample = (log_probs - noise[row].log()).argmax(1)
-        obs[row] = stack.view(torch.int64)
-        value[row], action[row] = values, sample
-        log_prob[row] = log_probs.gather(1, sample.unsqueeze(1)).squeeze(1)
-        return sample
-
-    @torch.no_grad()
-    def estimate(reward: Tensor, terminated: Tensor, truncated: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
-        """From a rollout, all (T, N), what is to be learnt (B,): advantage, return, valid; and explained variance."""
-        values = value[args.num_envs :].view(-1, args.num_envs)
-        advantage = gae(reward, values, terminated, truncated, valid, args.gamma, args.gae_lambda)
-        returns = advantage + values[:-1]
-        explained_variance = 1 - (masked_std(advantage, valid) / (masked_std(returns, valid) + 1e-8)).square()
-        return advantage.flatten(), returns.flatten(), valid.flatten(), explained_variance
-
-    def update_minibatch(index: Tensor, *estimates: Tensor) -> Tensor:
-        """One step of Adam on the rows `index` (M,) of the batch -> the first six `METRICS`."""
-        batch = (*estimates, action[learnt], log_prob[learnt], value[learnt])
-        advantage, returns, valid, chosen, old_log_prob, old_value = (x[index] for x in batch)
-        log_probs, new_value = agent(obs[learnt].index_select(0, index).view(torch.uint8))
-        log_ratio = log_probs.gather(1, chosen.unsqueeze(1)).squeeze(1) - old_log_prob
-        ratio = log_ratio.exp()
-        if args.norm_adv:
-            advantage = (advantage - masked_mean(advantage, valid)) / (masked_std(advantage, valid) + 1e-8)
-        # The clipped surrogate objective, equation (7)
-        clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-        policy_loss = -masked_mean(torch.min(ratio * advantage, clipped_ratio * advantage), valid)
-        squared_error = (new_value - returns).square()
-        if args.clip_vloss:
-            clipped_value = old_value + (new_value - old_value).clamp(-args.clip_coef, args.clip_coef)
-            squared_error = torch.max(squared_error, (clipped_value - returns).square())
-        value_loss = 0.5 * masked_mean(squared_error, valid)
-        entropy = -masked_mean((log_probs.exp() * log_probs).sum(1), valid)
-        loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy  # equation (9), to be minimized
-        optimizer.step(torch.autograd.grad(loss, optimizer.weights), args.max_grad_norm)
-        old_approx_kl, approx_kl = masked_mean(-log_ratio, valid), masked_mean(ratio - 1 - log_ratio, valid)
-        clipfrac = masked_mean(((ratio - 1).abs() > args.clip_coef).float(), valid)
-        return torch.stack([policy_loss, value_loss, entropy, old_approx_kl, approx_kl, clipfrac]).detach()
-
-    def update_epoch(permutation: Tensor, *estimates: Tensor) -> Tensor:
-        """One pass over the batch in minibatches, the rows of `permutation` (B / M, M) -> the mean of their losses."""
-        return torch.stack([update_minibatch(index, *estimates) for index in permutation]).mean(0)
-
-    run = Run(args, checkpoint)
-    statistics = EpisodeStatistics(args.num_envs)
-    reward, points = np.zeros((2, args.num_steps, *rows.shape[1:]), dtype=np.float32)
-    terminated, truncated, game_over = np.zeros((3, args.num_steps, *rows.shape[1:]), dtype=bool)
-    done = np.zeros((args.num_steps, args.num_envs), dtype=bool)
-    newest = list(torch.from_numpy(envs.reset()).to(device).chunk(envs.num_pools))
-    for iteration in range(first_iteration, num_iterations):
-        if args.anneal_lr:
-            optimizer.learning_rate.fill_(args.learning_rate * (1 - iteration / num_iterations))
-
-        # Collect. While the policy acts for a pool, the other one plays. Each game takes `num_steps` steps by the same
-        # policy and the same noise as if all kept step; the frames after the last step wait for the next rollout
-        actor.load_state_dict(agent.state_dict())
-        torch.set_num_threads(1)  # a second one would take a core from the games
-        noise.exponential_()
-        obs[: args.num_envs] = obs[batch_size : batch_size + args.num_envs]
-        for t, pool in product(range(args.num_steps + 1), range(envs.num_pools)):
-            if t > 0:
-                at = t - 1, pool
-                frame, reward[at], terminated[at], truncated[at], points[at], game_over[at] = envs.recv(pool)
-                newest[pool] = torch.from_numpy(frame).to(device)
-            chosen = act(newest[pool], rows[t, pool])
-            if t < args.num_steps:
-                envs.send(pool, chosen.cpu().numpy())
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
-        valid = np.empty_like(done)
-        valid[0] = ~done[-1]
-        done = (terminated | truncated).reshape(done.shape)
-        valid[1:] = ~done[:-1]
-        episodes = statistics.update(points.reshape(done.shape), game_over.reshape(done.shape), valid)
-        global_step += int(valid.sum())
-
-        # Estimate advantages
-        rollout = (x.reshape(done.shape) for x in (reward, terminated, truncated, valid))
-        *estimates, explained_variance = estimate(*(torch.from_numpy(x).to(device, torch.float32) for x in rollout))
-
-        # Learn
-        for _ in range(args.update_epochs):
-            permutation = torch.randperm(batch_size, device=device).view(args.num_minibatches, -1)
-            losses = update_epoch(permutation, *estimates)
-            if args.target_kl is not None and losses[METRICS.index("losses/approx_kl")] > args.target_kl:
-                break
-
-        # Log
-        values = torch.stack([*losses, explained_variance, optimizer.learning_rate]).tolist()
-        run.log(global_step, dict(zip(METRICS, values, strict=True)), episodes)
-        is_last = run.stopped_by is not None or iteration == num_iterations - 1
-        if run.needs_checkpoint(is_last):
-            run.save(iteration=iteration + 1, **{name: part.state_dict() for name, part in state.items()})
-        if is_last:
-            break
-    envs.close()
-    run.close()
-    return run.dir
+        return self.dir
 
 
 if __name__ == "__main__":

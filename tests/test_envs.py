@@ -199,7 +199,7 @@ def test_no_two_seeds_share_a_stream(monkeypatch, name):
     number = "num_workers" if has_pool(name) else "num_envs"
     for seed in range(30):
         for global_step in (0, 2048):
-            checkpoint = {"global_step": global_step, "iteration": 1, "num_updates": 1} if global_step else None
+            checkpoint = {"global_step": global_step, "iteration": 1, "num_updates": 1} if global_step else {}
             monkeypatch.setattr(script, "load_checkpoint", lambda args, checkpoint=checkpoint: (args, checkpoint))
             with pytest.raises(Stop):
                 script.train(script.Args(seed=seed, device="cpu", **{number: 8}))

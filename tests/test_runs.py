@@ -7,7 +7,9 @@ import re
 import signal
 import time
 from pathlib import Path
+from unittest import mock
 
+import gymnasium as gym
 import helpers
 import pytest
 import tiny_envs
@@ -22,7 +24,8 @@ each_script = pytest.mark.parametrize("name", EAGER)
 def command(name: str, *arguments: str) -> Path:
     """What `python scripts/{name}.py {arguments}` does, in this process."""
     script = load(name)
-    return script.train(tyro.cli(script.Args, args=arguments))
+    with mock.patch("torch.set_num_threads"):
+        return script.train(tyro.cli(script.Args, args=arguments))
 
 
 def tensors(tree, path: str = ""):
@@ -113,10 +116,11 @@ def test_tensorboard_has_what_the_log_has(train, name):
 def test_checkpoints_come_as_often_as_asked(train, monkeypatch, name):
     script, saved = load(name), []
     save = script.Run.save
-    monkeypatch.setattr(script.Run, "save", lambda run, **state: (saved.append(run.step), save(run, **state))[1])
+    monkeypatch.setattr(script.Run, "save", lambda run: (saved.append(run.step), save(run))[1])
     steps = train(name, checkpoint_every=120).steps()
-    assert len(saved) >= 2 and saved[-1] == steps[-1]
-    assert all(120 <= b - a <= 120 + 64 for a, b in zip([0, *saved], saved[:-1], strict=False))
+    expected = [b for a, b in zip([0, *steps], steps, strict=False) if b // 120 > a // 120]  # a multiple is passed
+    assert saved == sorted({*expected, steps[-1]}) and len(saved) >= 3
+    assert on_policy(name) or [120, 240, 360] == saved[:3]  # though a line of the log was due at other steps
 
 
 # The same numbers again
@@ -155,8 +159,13 @@ def test_signal_ends_the_run_with_a_checkpoint_of_that_moment(train, monkeypatch
     run = helpers.outcome(tmp_path / "run0")
     assert f"--resume {run.run_dir}" in capsys.readouterr().err
     assert run.checkpoint["global_step"] == run.lines[-1]["global_step"]
-    assert has_pool(name) or run.lines[-1]["global_step"] == len(tiny_envs.received)
-    assert 203 <= run.lines[-1]["global_step"] <= 203 + 64
+    if on_policy(name):  # as of its last update: it does not go on to the end of a rollout, which may take minutes
+        assert 203 - 64 <= run.lines[-1]["global_step"] <= 203
+        assert has_pool(name) or len(tiny_envs.received) == 203
+    else:
+        between_updates = 5 if name == "dqn" else 1
+        assert run.lines[-1]["global_step"] == len(tiny_envs.received)
+        assert 203 <= run.lines[-1]["global_step"] < 203 + between_updates
 
 
 @pytest.mark.parametrize("name", EAGER + COMPILED)
@@ -178,10 +187,11 @@ def test_resumed_run_is_the_uninterrupted_run(train, monkeypatch, tmp_path, name
         patch.setattr(tiny_envs, "EVENT", "SIGTERM@203")
         train(name, **settings)
     stopped = helpers.outcome(tmp_path / "run1")
-    assert 203 <= stopped.steps()[-1] < whole.steps()[-1]
+    assert 203 - 64 <= stopped.steps()[-1] < whole.steps()[-1]
     resumed = helpers.resume(name, stopped.run_dir)
     if normalizes:
-        assert resumed.checkpoint["obs_norm"]["count"] == whole.checkpoint["obs_norm"]["count"] + 1
+        seen_twice = resumed.checkpoint["obs_norm"]["count"] - whole.checkpoint["obs_norm"]["count"]
+        assert 0 < seen_twice <= 64  # what the rollout had seen that the signal broke off
     differing = {"/seconds", "/args/run_dir", "/args/resume", "/obs_norm/count"}
     for (path, a), (other_path, b) in zip(tensors(whole.checkpoint), tensors(resumed.checkpoint), strict=True):
         assert path == other_path and (path in differing or same(a, b)), path
@@ -191,7 +201,7 @@ def test_resumed_run_is_the_uninterrupted_run(train, monkeypatch, tmp_path, name
 
 
 @pytest.mark.parametrize("name", [name for name in EAGER if not has_pool(name)])
-def test_killed_run_goes_on_from_its_last_checkpoint(small_run, tmp_path, name):
+def test_killed_run_goes_on_from_its_last_checkpoint(train, tmp_path, name):
     """Killed at a moment of its own choice by SIGKILL, with a line cut in half as a full disk does it."""
     arguments = helpers.flags(name, checkpoint_every=120, run_dir="run")
     process = helpers.start(name, *arguments, cwd=tmp_path, TINY_EVENT="SIGKILL@300")
@@ -201,7 +211,7 @@ def test_killed_run_goes_on_from_its_last_checkpoint(small_run, tmp_path, name):
     assert 120 <= killed.checkpoint["global_step"] < killed.steps()[-1] + 64 <= 300 + 64
     with (tmp_path / "run/metrics.jsonl").open("a") as log:
         log.write('{"global_step": 301, "seconds": 1')
-    resumed, whole = helpers.resume(name, tmp_path / "run"), small_run(name)
+    resumed, whole = helpers.resume(name, tmp_path / "run"), train(name, checkpoint_every=120)
     steps = resumed.steps()
     assert steps == sorted(set(steps))
     assert len(steps) == len(whole.steps())  # one line for each interval: none is missing
@@ -261,15 +271,15 @@ def test_ctrl_c_reaches_a_run_with_worker_processes(tmp_path):
 @pytest.mark.parametrize("event", ["nan_reward", "nan_obs"])
 @each_script
 def test_numbers_that_are_not_finite_end_the_run(train, monkeypatch, tmp_path, name, event):
-    """Within one log interval of an update by them; off-policy, it takes some updates to draw the one row."""
+    """At once, before anything has learnt from them: the checkpoint is as of the last update."""
     monkeypatch.setattr(tiny_envs, "EVENT", f"{event}@203")
     with pytest.raises(SystemExit) as end:
         train(name, checkpoint_every=50)
-    found = re.fullmatch(r"error: .* at step (\d+);.*", end.value.code)
-    assert 203 <= int(found.group(1)) <= 203 + (64 if on_policy(name) else 2 * 50)
+    found = re.fullmatch(r"error: .*NaN or infinite, at step (\d+); .*", end.value.code)
+    assert 202 - (64 if on_policy(name) else 5) <= int(found.group(1)) <= 202
     run = helpers.outcome(tmp_path / "run0")
-    assert 100 <= run.checkpoint["global_step"] < int(found.group(1))
-    for path, value in tensors({k: v for k, v in run.checkpoint.items() if k != "buffer"}):
+    assert run.checkpoint["global_step"] == int(found.group(1)) == run.steps()[-1]
+    for path, value in tensors(run.checkpoint):
         assert not isinstance(value, torch.Tensor) or value.isfinite().all(), path
     assert all(math.isfinite(value) for line in run.lines for value in line.values())
 
@@ -331,13 +341,7 @@ def test_unknown_environment_is_refused_with_those_near(refused, name):
 @pytest.mark.parametrize("name", [name for name in EAGER if not has_pool(name)])
 def test_wrong_kind_of_actions_is_refused(refused, name):
     other = "tiny_envs:Reach-v0" if discrete(name) else "tiny_envs:Choose-v0"
-    assert other in refused(name, env_id=other)
-
-
-@each_script
-def test_observations_that_are_no_box_are_refused(refused, name):
-    prefix = "Choose" if discrete(name) else "Reach"
-    assert "Discrete(4)" in refused(name, env_id=f"tiny_envs:{prefix}Number-v0")
+    assert str(gym.make(other).action_space) in refused(name, env_id=other)
 
 
 WRONG = [
@@ -367,11 +371,6 @@ def test_absent_device_is_refused(refused, name):
     assert "CUDA" in refused(name, device="cuda")
     assert "cpu, cuda" in refused(name, device="gpu")
     assert "cpu, cuda" in refused(name, device="mps")
-
-
-@pytest.mark.parametrize("name", [name for name in EAGER if hasattr(load(name).Args, "log_every")])
-def test_checkpoints_without_a_line_of_the_log_are_refused(refused, name):
-    assert "--checkpoint-every" in refused(name, checkpoint_every=49, log_every=50)
 
 
 def test_fixed_temperature_of_zero_is_refused(capsys, tmp_path):
@@ -459,10 +458,26 @@ def test_run_of_another_script_is_not_resumed(resume_refused, small_run, name):
 
 
 @each_script
-def test_resumed_run_keeps_its_settings(resume_refused, small_run, name):
-    folder = small_run(name).run_dir
-    assert "--seed" in resume_refused(name, folder, "--seed", "7")
-    assert "--total-timesteps" in resume_refused(name, folder, "--total-timesteps", "123456")
+def test_resumed_run_keeps_its_settings(resume_refused, train, monkeypatch, name):
+    """A setting that is given counts, also if it is the default."""
+    folder = train(name, seed=7).run_dir
+    assert "--seed" in resume_refused(name, folder, "--seed", "8")
+    monkeypatch.setattr("sys.argv", [name, "--resume", str(folder), "--seed", "1"])
+    assert "--seed" in resume_refused(name, folder, "--seed", "1")
+    assert "--total-timesteps" in resume_refused(name, folder, "--total-timesteps", "64")
+
+
+@each_script
+def test_finished_run_is_made_longer(train, capsys, name):
+    run = train(name)
+    command(name, "--resume", str(run.run_dir))
+    assert "finished" in capsys.readouterr().out
+    total = SMALL[name]["total_timesteps"]
+    command(name, "--resume", str(run.run_dir), "--total-timesteps", str(2 * total))
+    assert "--total-timesteps" in capsys.readouterr().err
+    longer = helpers.outcome(run.run_dir)
+    assert longer.lines[: len(run.lines)] == run.lines
+    assert longer.steps()[-1] == longer.checkpoint["global_step"] > 1.5 * total
 
 
 @each_script
