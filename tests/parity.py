@@ -8,7 +8,7 @@ from helpers import OWN_TESTS, PAIRS, Outcome, load, on_policy
 # What happens in a whole run: learning rates fall, episodes end in both ways, a replay buffer is written over, a target
 # network moves. Nothing that a policy does changes what it sees later
 ON_POLICY = {"total_timesteps": 24 * 64}
-OFF_POLICY = {"total_timesteps": 450, "log_every": 30}
+OFF_POLICY = {"total_timesteps": 390, "log_every": 30}
 CONTINUOUS, DISCRETE = {"env_id": "tiny_envs:Stream-v0"}, {"env_id": "tiny_envs:DiscreteStream-v0"}
 STREAM = {
     "ppo_env_pool": CONTINUOUS | ON_POLICY,
@@ -65,6 +65,6 @@ def check_course(run: Outcome) -> None:
     assert sum(set(script.METRICS) <= line.keys() for line in run.lines) > 8
     if on_policy(script.__name__):
         assert max(line["losses/clipfrac"] for line in run.lines) > 0
-        assert len({line["charts/learning_rate"] for line in run.lines}) == len(run.lines)
+        assert len({line["charts/learning_rate"] for line in run.lines}) > 5
     else:
         assert run.checkpoint["global_step"] > run.checkpoint["args"]["buffer_size"] + 100
