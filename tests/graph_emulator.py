@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-LIBRARIES = (str(Path(torch.__file__).parent), str(Path(contextlib.__file__).parent / "contextlib.py"), __file__, "<")
+LIBRARIES = (str(Path(torch.__file__).parents[1]), contextlib.__file__, __file__, "<")
 FROM_HOST = {"from_numpy": torch, "as_tensor": torch, "tensor": torch, "frombuffer": torch}
 TO_HOST = {"cpu": Tensor, "numpy": Tensor, "tolist": Tensor, "__array__": Tensor, "__bool__": Tensor, "item": Tensor}
 
@@ -211,7 +211,7 @@ def use_graphs(
         return graphs[-1]
 
     def compile_by_backend(function, *, options, **settings):
-        options = {"guard_filter_fn": options["guard_filter_fn"]}
+        options = {name: x for name, x in options.items() if name == "guard_filter_fn"}  # all others are Inductor's
         return compile(function, backend=backend, options=options, **settings)
 
     monkeypatch.setattr(script, "CudaGraphModule", record)

@@ -54,7 +54,7 @@ def assert_agree(run: Outcome, other: Outcome, rel: float) -> None:
         return
     first = next((a, b) for a, b in zip(run.metrics(), other.metrics(), strict=True) if a != b)
     table = "\n".join(f"  {name:30} {x:.2e}" for name, x in sorted(too_far.items(), key=lambda item: -item[1]))
-    lines = "\n".join(json.dumps(line) for line in first)
+    lines = "\n".join(f"  {json.dumps(line)}" for line in first)
     raise AssertionError(f"further apart than {rel:g}:\n{table}\nthe first lines that differ:\n{lines}")
 
 
