@@ -66,7 +66,18 @@ case $command in
     [ -n "${PYTHON:-}" ] || install requirements
     exec "${PYTHON:-.venv/bin/python}" -m benchmarks.gpu "$@"
     ;;
-  test) install requirements-test; exec .venv/bin/python -m pytest "$@" ;;
+  test)
+    install requirements-test
+    # With FLAGS: the tests that they name, in this order, in one process
+    [ $# -eq 0 ] || exec .venv/bin/python -m pytest "$@"
+    echo "the whole suite takes about eight minutes on two cores; one file of it: ./run.sh test tests/test_pairs.py"
+    .venv/bin/ruff check
+    .venv/bin/ruff format --check
+    status=0
+    .venv/bin/python -m pytest -q --numprocesses auto --dist worksteal -m "not alone" || status=$?
+    .venv/bin/python -m pytest -q -m alone || status=$?
+    exit $status
+    ;;
   help | -h | --help) usage ;;
   *)
     usage >&2

@@ -1,9 +1,45 @@
 import functools
+import os
 import signal
+
+# Tests run side by side, on a core each: no threads, and no processes of Inductor's own to compile in. Before PyTorch
+# is imported, which reads them
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 import helpers
 import pytest
 import tiny_envs
+
+# Tests that measure time, of files whose other tests do not
+ALONE = {
+    "test_env_pool.py": {
+        "test_first_ready_are_returned_and_waiting_takes_no_time_of_the_processor",
+        "test_fault_is_noticed_and_costs_one_row",
+        "test_death_at_rest_is_found_by_the_next_action",
+    },
+    "test_benchmark_env_pools.py": {"test_measures_and_reports"},
+    "test_benchmark_gpu.py": {
+        "test_speed_of_a_contestant_that_is_frozen_in_between",
+        "test_a_contestant_that_crashes_or_never_learns_is_a_row",
+    },
+    "test_benchmark_throughput.py": {"test_no_program_that_learns_is_steady_before_its_first_update"},
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.originalname in ALONE.get(item.path.name, ()):
+            item.add_marker(pytest.mark.alone)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """As many processes as there are cores, but no more than have memory: each takes 2 GB."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(cores, 8)
+
 
 # A shell that starts the tests in the background has Ctrl-C ignored, and so would all processes that the tests start
 signal.signal(signal.SIGINT, signal.default_int_handler)

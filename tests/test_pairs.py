@@ -1,108 +1,194 @@
-"""A compiled script computes what its eager twin computes, really compiles, and does so once."""
+"""A compiled script computes what its eager twin computes, really compiles, and does so once.
 
+Whole runs are compared in float64, by settings that keep rounding errors small: see `parity`.
+"""
+
+import functools
 import math
 
+import helpers
 import pytest
 import torch
-from helpers import COMPILED, EAGER, load, needs_cuda, on_policy
+from helpers import COMPILED, EAGER, OWN_TESTS, PAIRS, ROOT, SCRIPTS, in_float64, load, needs_cuda, on_policy
+from parity import CLOSE, NAMES, STREAM, assert_agree, check_course, weights_of
 from small import SMALL
 from torch._dynamo.utils import counters
 
-each_pair = pytest.mark.parametrize(("eager", "compiled"), list(zip(EAGER, COMPILED, strict=True)), ids=EAGER)
+each_pair = pytest.mark.parametrize("name", NAMES)
+# Settings by which a compiled graph becomes another one
+SEVERAL = {"num_envs": 3, "sync_envs": True}
+VARIANTS = [
+    *((name, {}) for name in NAMES),
+    ("ppo", {"num_envs": 3, "sync_envs": True, "clip_vloss": False, "total_timesteps": 8 * 192}),
+    ("ppo_continuous_action", {"norm_adv": False, "ent_coef": 0.01}),
+    ("ppo_env_pool", {"env_id": "tiny_envs:DiscreteStream-v0", "num_envs": 2, "target_kl": 0.02}),
+    ("dqn", {"double_dqn": True, "tau": 0.5, **SEVERAL}),
+    ("sac_continuous_action", {"autotune": False, "policy_frequency": 3, "target_network_frequency": 2, **SEVERAL}),
+    ("sac_continuous_action", {"policy_frequency": 1}),
+    ("td3_continuous_action", {"policy_frequency": 1}),
+    ("td3_continuous_action", {"policy_frequency": 3, **SEVERAL}),
+]
 
 
-def settings_of_50_updates(name: str) -> dict:
-    """Rounding errors stay small: PPO's updates are of one rollout, so that none comes back from a policy's choice.
-
-    With SAC's seed 1 they do not: at some update a gradient is so near 0 that rounding decides over Adam's direction.
-    """
-    if on_policy(name):
-        return {"seed": 2, "total_timesteps": 64, "update_epochs": 13}
-    return {"seed": 2, "total_timesteps": SMALL[name]["learning_starts"] + 52 * SMALL[name].get("train_frequency", 1)}
+def variant_id(value) -> str:
+    return value if isinstance(value, str) else "-".join(f"{k}={v}" for k, v in value.items()) or "default"
 
 
-def exact(name: str) -> bool:
-    """SAC's and TD3's twins multiply the matrices of two critics in one call, which may sum in another order."""
-    return not hasattr(load(name), "Critic")
+@pytest.fixture(scope="session")
+def eager_run(tmp_path_factory):
+    """A run of an eager script in float64, which tests share and must not change: name, settings -> Outcome."""
+
+    @functools.cache
+    def run(name, **settings):
+        return helpers.train(in_float64(name), tmp_path_factory.mktemp("eager") / name, **settings)
+
+    return run
 
 
-def weights_of(run) -> torch.Tensor:
-    """The weights that act, as one vector."""
-    weights = next(run.checkpoint[part] for part in ("agent", "network", "actor") if part in run.checkpoint)
-    return torch.cat([x.reshape(-1) for _, x in sorted(weights.items())])
+@pytest.fixture
+def train_both(train, eager_run):
+    """Train a pair by the settings of `STREAM` in float64 -> compiled twin, eager script."""
+
+    def train_both(name, twin_settings, **settings):
+        settings = STREAM[name] | settings
+        run = eager_run(name, **settings)
+        # Compiled code draws the numbers that eager code draws
+        with torch._inductor.config.patch(fallback_random=True):
+            twin = train(in_float64(f"{name}_torchcompile"), **settings | twin_settings)
+        return twin, run
+
+    return train_both
 
 
-def assert_agree(run, other, rel: float) -> None:
-    """All metrics do, and the weights. Losses near 0 are differences of larger numbers: they may be off by more."""
-    assert len(run.lines) == len(other.lines)
-    for a, b in zip(run.metrics(), other.metrics(), strict=True):
-        assert a == pytest.approx(b, rel=rel, abs=rel / 100)
-    weights, others = weights_of(run), weights_of(other)
-    assert ((weights - others).norm() / weights.norm()).item() <= rel
+def test_each_pair_is_in_the_tables():
+    """A script that is new fails here until its tests are there."""
+    eager = {path.stem for path, _ in PAIRS}
+    assert {path for pair in PAIRS for path in pair} == set(SCRIPTS), "a script without its twin"
+    assert eager == set(SMALL) | set(OWN_TESTS) == set(STREAM) | set(OWN_TESTS)
+    assert all((ROOT / "tests" / path).exists() for path in OWN_TESTS.values())
 
 
 @each_pair
-def test_uncompiled_twin_computes_the_same(train, eager, compiled):
-    settings = {} if exact(eager) else settings_of_50_updates(eager)
-    with torch.compiler.set_stance("force_eager"):
-        twin = train(compiled, **settings)
-    run = train(eager, **settings)
-    assert_agree(twin, run, rel=0 if exact(eager) else 1e-5)
-    assert not on_policy(eager) or max(line["losses/clipfrac"] for line in run.lines) > 0  # clipping had its effect
+def test_uncompiled_twin_computes_the_same(train_both, name):
+    """Exactly, but for SAC and TD3, whose twins multiply the matrices of two critics in one call."""
+    counters.clear()
+    twin, run = train_both(name, {"compile": False})
+    assert not counters["stats"]  # nothing was compiled
+    check_course(run)
+    assert_agree(twin, run, rel=CLOSE if hasattr(load(name), "Critic") else 0)
 
 
-@each_pair
-def test_compiled_twin_computes_the_same(train, eager, compiled):
-    """With fallback_random, compiled code draws the numbers that eager code draws."""
-    settings = settings_of_50_updates(eager)
-    with torch._inductor.config.patch(fallback_random=True):
-        twin = train(compiled, **settings)
-    assert_agree(twin, train(eager, **settings), rel=1e-4)
+@pytest.mark.parametrize(("name", "settings"), VARIANTS, ids=variant_id)
+def test_compiled_twin_computes_the_same(train_both, name, settings):
+    """It compiles once, and nothing runs uncompiled in between."""
+    counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        twin, run = train_both(name, {"compile": True}, **settings)
+    assert counters["stats"]["unique_graphs"] > 0 and not counters["graph_break"]
+    assert_agree(twin, run, rel=CLOSE)
 
 
-def test_second_run_in_a_process_computes_by_its_own_settings(train):
-    """What Dynamo does not check at each call must not be taken over from a run with another discount."""
-    settings = settings_of_50_updates("dqn")
-    train("dqn_torchcompile", gamma=0.1, **settings)
-    with torch._inductor.config.patch(fallback_random=True):
-        twin = train("dqn_torchcompile", gamma=0.9, **settings)
-    assert_agree(twin, train("dqn", gamma=0.9, **settings), rel=1e-4)
+# What a twin might get wrong
 
 
-@pytest.mark.parametrize(("compile", "cudagraphs"), [(True, True), (True, False), (False, True), (False, False)])
+def factor(setting, factor):
+    """A setting that is not the eager one's."""
+
+    def plant(script, settings, _monkeypatch):
+        value = settings.get(setting, getattr(script.Args, setting))
+        return {setting: type(value)(value * factor)}
+
+    plant.__name__ = setting
+    return plant
+
+
+def stale_learning_rate(_script, _settings, _monkeypatch):
+    """As if code that is compiled had kept the first one."""
+    return {"anneal_lr": False}
+
+
+def no_mask(script, _settings, monkeypatch):
+    """Rows of resets are learnt from; or ends are none."""
+    if hasattr(script, "masked_mean"):
+        monkeypatch.setattr(script, "masked_mean", lambda x, _mask: x.mean())
+        return {}
+    sample = script.ReplayBuffer.sample
+
+    def sample_without_ends(self, batch_size):
+        *columns, terminated = sample(self, batch_size)
+        return *columns, torch.zeros_like(terminated)
+
+    monkeypatch.setattr(script.ReplayBuffer, "sample", sample_without_ends)
+    return {}
+
+
+def forgetful_optimizer(script, _settings, monkeypatch):
+    init = script.Adam.__init__
+
+    def init_with_other_betas(self, *args, **named):
+        init(self, *args, **named, betas=(0.9, 0.99))
+
+    monkeypatch.setattr(script.Adam, "__init__", init_with_other_betas)
+    return {}
+
+
+PPO_ERRORS = [factor("gamma", 0.99), factor("clip_coef", 0.99), stale_learning_rate, no_mask, forgetful_optimizer]
+REPLAY_ERRORS = [factor("gamma", 0.99), factor("target_network_frequency", 2), no_mask]
+ACTOR_ERRORS = [factor("gamma", 0.99), factor("tau", 1.01), factor("policy_frequency", 1.5), no_mask]
+ERRORS = {
+    "ppo_env_pool": PPO_ERRORS,
+    "ppo_continuous_action": PPO_ERRORS,
+    "ppo": PPO_ERRORS,
+    "dqn": REPLAY_ERRORS,
+    "sac_continuous_action": ACTOR_ERRORS,
+    "td3_continuous_action": [*ACTOR_ERRORS, factor("policy_noise", 1.01)],
+}
+
+
+@pytest.mark.parametrize(("name", "plant"), [(name, plant) for name in NAMES for plant in ERRORS[name]])
+def test_a_wrong_formula_shows(train_both, monkeypatch, name, plant):
+    """In an uncompiled twin, a hundred times as far from the eager script as the bound allows."""
+    script = load(in_float64(f"{name}_torchcompile"))
+    wrong = plant(script, SMALL[name] | STREAM[name], monkeypatch)
+    twin, run = train_both(name, {"compile": False, **wrong})
+    with pytest.raises(AssertionError, match="further apart than"):
+        assert_agree(twin, run, rel=100 * CLOSE)
+
+
+# The scripts as they are, in float32
+
+
 @pytest.mark.parametrize("name", COMPILED)
-def test_flags_work_in_all_combinations(train, name, compile, cudagraphs):
-    """Past the first updates, and past a termination."""
-    run = train(name, compile=compile, cudagraphs=cudagraphs)
-    assert min(line["charts/episodic_length"] for line in run.lines if "charts/episodes" in line) < 15
+def test_compiles_as_it_stands(small_run, name):
+    """By the flags that users have: in float32, with the random numbers of compiled code."""
+    run = small_run(name)
+    assert run.checkpoint["args"]["compile"] and weights_of(run).dtype == torch.float32
     updates = [line for line in run.lines if set(load(name).METRICS) <= line.keys()]
     assert len(updates) > 3 and all(math.isfinite(x) for line in updates for x in line.values())
 
 
-@pytest.mark.parametrize("name", COMPILED)
-def test_compiles_once_and_only_if_asked(train, name):
-    counters.clear()
-    train(name, compile=False)
-    assert not counters["stats"]
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        train(name, compile=True)
-    assert counters["stats"]["unique_graphs"] > 0
-    assert not counters["graph_break"]
+def test_second_run_in_a_process_computes_by_its_own_settings(train_both):
+    """What Dynamo does not check at each call must not be taken over from a run with another discount."""
+    train_both("dqn", {}, gamma=0.1)
+    assert_agree(*train_both("dqn", {}), rel=CLOSE)
+
+
+# On a GPU
 
 
 @needs_cuda
 @pytest.mark.parametrize(("compile", "cudagraphs"), [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("settings", [{}, SEVERAL], ids=variant_id)
 @each_pair
-def test_twin_computes_the_same_on_cuda(train, eager, compiled, compile, cudagraphs):
-    settings = {"device": "cuda", **settings_of_50_updates(eager)}
-    with torch._inductor.config.patch(fallback_random=True):
-        twin = train(compiled, compile=compile, cudagraphs=cudagraphs, **settings)
-    assert_agree(twin, train(eager, **settings), rel=1e-3)
+def test_twin_computes_the_same_on_cuda(train_both, name, settings, compile, cudagraphs):
+    """Past the first update, past a wrap of the buffer, in float64."""
+    twin, run = train_both(name, {"compile": compile, "cudagraphs": cudagraphs}, device="cuda", **settings)
+    assert_agree(twin, run, rel=CLOSE)
 
 
 @needs_cuda
 @pytest.mark.parametrize("name", [name for name in EAGER if on_policy(name)])
 def test_cuda_computes_what_the_cpu_computes(train, name):
     """The host draws the actions of a first rollout; the device, the order of its rows, which makes one minibatch."""
-    settings = {"total_timesteps": 64, "num_minibatches": 1}
-    assert_agree(*(train(name, device=device, **settings) for device in ("cpu", "cuda")), rel=1e-3)
+    settings = {**STREAM[name], "total_timesteps": 64, "num_minibatches": 1}
+    assert_agree(*(train(in_float64(name), device=device, **settings) for device in ("cpu", "cuda")), rel=CLOSE)

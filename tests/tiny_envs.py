@@ -66,6 +66,27 @@ class Reach(Tiny):
         return self.observe(), -float(np.abs(self.position).sum()), self.np_random.random() < 0.1, False
 
 
+class Stream(Tiny):
+    """Observes three numbers that go their way whatever is done, so rounding errors do not grow from step to step.
+
+    The reward is smooth in observation and action. Every twelfth step or so ends the episode; gymnasium cuts it at 15.
+    """
+
+    def start(self):
+        self.numbers = self.np_random.normal(size=3)
+        return self.numbers.astype(np.float32)
+
+    def move(self, action):
+        if isinstance(self.action_space, Box):
+            low, high = self.action_space.low, self.action_space.high
+            error = (2 * action - low - high) / (high - low) - np.tanh(self.numbers[:2])
+            reward = 1 - float((error**2).sum())
+        else:
+            reward = float(np.tanh(self.numbers[action - self.action_space.start]))
+        self.numbers = 0.9 * self.numbers + 0.4 * self.np_random.normal(size=3)
+        return self.numbers.astype(np.float32), reward, self.np_random.random() < 1 / 12, False
+
+
 class Count(Tiny):
     """Observes (episode, its steps so far, the first number of the last action); rewards 100 * episode + steps.
 
@@ -135,6 +156,8 @@ for prefix, space in ("", PUSH), ("Discrete", CHOICE):
         gym.register(f"{prefix}{end.title()}-v0", Same, kwargs={"action_space": space, "end": end})
 gym.register("Reach-v0", Reach, kwargs={"action_space": PUSH}, max_episode_steps=15)
 gym.register("Choose-v0", Reach, kwargs={"action_space": CHOICE}, max_episode_steps=15)
+gym.register("Stream-v0", Stream, kwargs={"action_space": PUSH}, max_episode_steps=15)
+gym.register("DiscreteStream-v0", Stream, kwargs={"action_space": CHOICE}, max_episode_steps=15)
 gym.register("ReachNumber-v0", Tiny, kwargs={"action_space": PUSH, "observation_space": Discrete(4)})
 gym.register("ChooseNumber-v0", Tiny, kwargs={"action_space": CHOICE, "observation_space": Discrete(4)})
 gym.register("Count-v0", Count)

@@ -1,0 +1,334 @@
+"""CUDA graphs: what they do to a function, and that each compiled script is right when its functions are replayed.
+
+On a CPU by the emulator; on a GPU the same tests also run with the real CudaGraphModule.
+"""
+
+import helpers
+import pytest
+import torch
+from graph_emulator import EmulatedGraph, RefusedCapture, use_graphs
+from helpers import in_float64, load, needs_cuda, on_policy, resume
+from parity import CLOSE, NAMES, STREAM, assert_agree, check_course
+from tensordict.nn import CudaGraphModule
+
+each_graph = pytest.mark.parametrize(
+    ("graph", "device"), [(EmulatedGraph, "cpu"), pytest.param(CudaGraphModule, "cuda", marks=needs_cuda)]
+)
+each_backend = pytest.mark.parametrize("backend", [None, "aot_eager"])
+each_pair = pytest.mark.parametrize("name", NAMES)
+
+# What a graph does to a function
+
+
+@each_graph
+def test_runs_then_records_then_replays(graph, device):
+    """Each call is one update; Python runs for the first three, once more for the recording, and then no more."""
+    count, python = torch.zeros((), device=device), []
+
+    def function(x, scale):
+        python.append(1)
+        count.add_(1)
+        return {"sum": x + count, "nothing": None, "product": [x * scale["factor"]]}
+
+    replayed = graph(function, warmup=3)
+    results = [replayed(torch.full((2,), float(i), device=device), scale={"factor": 3}) for i in range(1, 7)]
+    assert count == 6 and len(python) == 4
+    for i, result in enumerate(results, 1):  # what was returned stays as it was
+        assert result["sum"].tolist() == [2 * i] * 2 and result["product"][0].tolist() == [3 * i] * 2
+        assert result["nothing"] is None
+
+
+@each_graph
+def test_numbers_of_python_are_frozen_and_tensors_are_not(graph, device):
+    rate, number = torch.ones((), device=device), 1.0
+    replayed = graph(lambda x: (x * rate, x * number), warmup=2)
+    x = torch.ones(1, device=device)
+    for number in (1.0, 2.0, 3.0, 4.0):
+        rate.fill_(number)
+        followed, frozen = replayed(x)
+        assert followed == number and frozen == min(number, 2.0)
+
+
+@each_graph
+def test_recording_changes_nothing(graph, device):
+    """Not even what lies behind views, nor the random numbers that come next."""
+    x, y, result = torch.ones(3, 2, device=device), torch.ones(4, device=device), torch.zeros(5, device=device)
+
+    def function():
+        x.t()[0].mul_(2)
+        torch._foreach_add_([y[:2], y[2:]], 1)
+        torch.randn(5, device=device, out=result)
+        fresh = torch.zeros(2, device=device)
+        return fresh.add_(1)
+
+    torch.manual_seed(1)
+    replayed = graph(function, warmup=1)
+    assert replayed().tolist() == [1, 1]
+    assert x.tolist() == [[2, 1]] * 3 and y.tolist() == [2] * 4
+    torch.manual_seed(1)
+    assert torch.equal(result, torch.randn(5, device=device))
+
+
+@each_graph
+def test_arguments_that_change_in_place_do_not_reach_the_caller(graph, device):
+    replayed = graph(lambda x: x.add_(1), warmup=2)
+    for _ in range(4):
+        x = torch.zeros(1, device=device)
+        assert replayed(x) == 1 and x == 0
+
+
+@each_graph
+def test_calls_that_do_not_fit_the_recording_are_refused(graph, device):
+    replayed, x = graph(lambda x, n: x * n, warmup=2), torch.ones(2, device=device)
+    with pytest.raises(RuntimeError, match="require"):
+        replayed(x.clone().requires_grad_(), 2)
+    for _ in range(3):
+        replayed(x, 2)
+    with pytest.raises(ValueError, match="shape"):
+        replayed(torch.ones(3, device=device), 2)
+    with pytest.raises(ValueError, match="inputs must be"):
+        replayed(x, 3)
+    with pytest.raises(ValueError, match="greater than 0"):
+        graph(lambda: None, warmup=0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x.sum().item()",
+        "float(x.sum())",
+        "x if x.sum() > 0 else -x",
+        "x.tolist()",
+        "x[0].cpu()",
+        "x.detach().numpy()",
+        "x[x > 0]",
+        "x.nonzero()",
+        "x.index_put_((x > 0,), x[0])",
+        "torch.masked_select(x, x > 0)",
+        "x + torch.from_numpy(np.ones(3))",
+        "x + torch.tensor(1.0, device=x.device)",
+        "torch.equal(x, x)",
+    ],
+)
+@each_graph
+def test_what_a_graph_cannot_hold_is_refused_with_its_line(tmp_path, graph, device, line):
+    path = tmp_path / "function.py"
+    path.write_text(f"import torch, numpy as np\n\ndef function(x):\n    y = x * 2\n    return {line}\n")
+    names = {}
+    exec(compile(path.read_text(), path, "exec"), names)
+    replayed, x = graph(names["function"], warmup=2), torch.ones(3, device=device)
+    replayed(x)
+    with pytest.raises(RuntimeError) as error:
+        replayed(x)
+    if graph is EmulatedGraph:
+        assert isinstance(error.value, RefusedCapture) and f"{path}:5: return {line}" in str(error.value)
+
+
+@each_graph
+def test_random_numbers_are_new_at_each_replay(graph, device):
+    """Of right mean and deviation over the replays, within four standard deviations, and not correlated."""
+    torch.manual_seed(1)
+    replayed = graph(lambda: (torch.randn(5000, device=device), torch.rand(5000, device=device)), warmup=2)
+    normal, uniform = (torch.stack(draws)[2:] for draws in zip(*(replayed() for _ in range(6)), strict=True))
+    for draws, mean, deviation in (normal, 0, 1), (uniform, 0.5, 12**-0.5):
+        assert (draws.mean(1) - mean).abs().max() < 4 * deviation / 5000**0.5
+        assert (draws.std(1) - deviation).abs().max() < 4 * deviation / 5000**0.5
+        correlation = torch.corrcoef(draws) - torch.eye(4, device=device)
+        assert correlation.abs().max() < 4 / 5000**0.5
+
+
+def test_launches_are_operations_that_compute():
+    """Neither views nor memory that is only allocated."""
+
+    def function(x):
+        y = torch.empty_like(x)
+        y.copy_(x)
+        a, b = y.t().t().view(-1).split(2)
+        return torch._foreach_add([a, b], 1)[0] + b
+
+    graph = EmulatedGraph(function, warmup=1)
+    graph(torch.ones(2, 2))
+    assert graph.launches == 3
+
+
+# The scripts, their functions replayed
+
+
+@pytest.fixture
+def train_with_graphs(train, monkeypatch):
+    """Train a script whose functions are replayed, on the CPU; `backend` None: uncompiled -> Outcome, graphs."""
+
+    def train_with_graphs(name, backend, kind=EmulatedGraph, train=train, **settings):
+        with monkeypatch.context() as patch:
+            graphs = use_graphs(patch, load(name), backend, kind)
+            run = train_in_two_parts(train, name, compile=backend is not None, **settings)
+        return run, graphs
+
+    return train_with_graphs
+
+
+def train_in_two_parts(train, name, stop_at=None, **settings):
+    """Train up to step `stop_at`, if there is one, then resume; learning rates fall to 0 twice."""
+    if stop_at is None:
+        return train(name, **settings)
+    half = train(name, **settings | {"total_timesteps": stop_at})
+    args = half.checkpoint["args"] | {"total_timesteps": settings["total_timesteps"]}
+    torch.save(half.checkpoint | {"args": args}, half.run_dir / "checkpoint.pt")
+    return resume(name, half.run_dir, device=settings.get("device", "cpu"))
+
+
+@each_backend
+@each_pair
+def test_replayed_twin_computes_what_the_eager_script_does(train, train_with_graphs, name, backend):
+    """Over a run that writes over its buffer, anneals, sees terminations, delays its actor, and is resumed."""
+    settings = STREAM[name] | {"num_envs": 2, "sync_envs": True, "stop_at": 6 * 2 * 64 if on_policy(name) else 260}
+    run = train_in_two_parts(train, in_float64(name), **settings)
+    twin, graphs = train_with_graphs(in_float64(f"{name}_torchcompile"), backend, **settings)
+    check_course(run)
+    assert_agree(twin, run, rel=CLOSE)
+    assert graphs and all(graph.counter > graph.warmup + 5 for graph in graphs)
+
+
+@needs_cuda
+@pytest.mark.parametrize("compile", [True, False])
+@each_pair
+def test_twin_with_graphs_goes_on_the_same_on_cuda(train, name, compile):
+    """With several environments, past a wrap of the buffer, and after a resume."""
+    settings = STREAM[name] | {"num_envs": 2, "sync_envs": True, "stop_at": 6 * 2 * 64 if on_policy(name) else 260}
+    settings["device"] = "cuda"
+    run = train_in_two_parts(train, in_float64(name), **settings)
+    with torch._inductor.config.patch(fallback_random=True):  # compiled code draws the numbers that eager code draws
+        twin = train_in_two_parts(train, in_float64(f"{name}_torchcompile"), compile=compile, **settings)
+    assert_agree(twin, run, rel=CLOSE)
+
+
+@pytest.mark.parametrize(("backend", "rel"), [(None, 0), ("aot_eager", 1e-2)])
+def test_replayed_atari_twin_computes_what_the_eager_script_does(tmp_path, train_with_graphs, backend, rel):
+    """Of a few rollouts, since rounding comes back from the games; there is no float64 here."""
+    settings = {
+        "env_id": "Breakout-v5", "num_envs": 4, "num_steps": 8, "num_minibatches": 2, "update_epochs": 2,
+        "total_timesteps": 8 * 32, "stop_at": 4 * 32, "device": "cpu", "tensorboard": False,
+    }  # fmt: skip
+    run = train_in_two_parts(helpers.call, "ppo_atari_envpool", run_dir=str(tmp_path / "eager"), **settings)
+    settings |= {"train": helpers.call, "run_dir": str(tmp_path / "twin")}
+    twin, graphs = train_with_graphs("ppo_atari_envpool_torchcompile", backend, **settings)
+    assert_agree(twin, run, rel)
+    assert graphs and all(graph.counter > graph.warmup for graph in graphs)
+
+
+# Kernels that a call of each graph would launch one by one, in the order in which a script makes its graphs: for PPO an
+# epoch of four minibatches (Atari: to act, the estimate, two minibatches), for SAC and TD3 to act, the critics alone,
+# critics and actor. With the views that PyTorch makes between them, SAC's are 34, 191 and 652 operations
+LAUNCHES = {
+    "ppo_env_pool": [814],
+    "ppo_continuous_action": [782],
+    "ppo": [774],
+    "dqn": [45],
+    "sac_continuous_action": [29, 92, 361],
+    "td3_continuous_action": [16, 75, 123],
+}
+
+
+@each_pair
+def test_number_of_launches(train_with_graphs, name):
+    """No more than the table says; and if they become fewer, the table is to say so."""
+    _, graphs = train_with_graphs(f"{name}_torchcompile", None)
+    launches = [graph.launches for graph in graphs]
+    assert len(launches) == len(LAUNCHES[name])
+    for now, before in zip(launches, LAUNCHES[name], strict=True):
+        assert 0.95 * before <= now <= before, f"{launches} launches"
+
+
+# What the emulator must find: each of these changes nothing in a script whose functions are not replayed
+
+
+def number_of_python(script, patch):
+    """The rows in the buffer are counted by Python, whose number is frozen."""
+    add, sample = script.ReplayBuffer.add, script.ReplayBuffer.sample
+
+    def add_and_count(self, rows):
+        add(self, rows)
+        self.count = min(getattr(self, "count", 0) + len(rows), len(self.rows))
+
+    def sample_counted(self, batch_size):
+        size, self.size = self.size, torch.full_like(self.size, self.count)
+        batch = sample(self, batch_size)
+        self.size = size
+        return batch
+
+    patch.setattr(script.ReplayBuffer, "add", add_and_count)
+    patch.setattr(script.ReplayBuffer, "sample", sample_counted)
+
+
+def new_memory(script, patch):
+    """Target networks get new tensors, while the graph goes on to read the old ones."""
+
+    def move(target, online, *_tau):
+        for a, b in zip(target.parameters(), online.parameters(), strict=True):
+            a.data = b.detach().clone()
+
+    patch.setattr(script, "move_towards", move)
+
+
+def before_each_sample(statement):
+    def plant(script, patch):
+        sample = script.ReplayBuffer.sample
+
+        def sample_after(self, batch_size):
+            statement(self)
+            return sample(self, batch_size)
+
+        patch.setattr(script.ReplayBuffer, "sample", sample_after)
+
+    return plant
+
+
+class ArgumentsStay(EmulatedGraph):
+    """As if the arguments of a call were not copied."""
+
+    def replay(self, _leaves):
+        return super().replay(self.buffers)
+
+
+class NoiseStays(EmulatedGraph):
+    """As if each replay drew the random numbers of the first one."""
+
+    def replay(self, leaves):
+        self.state = getattr(self, "state", torch.get_rng_state())
+        torch.set_rng_state(self.state)
+        return super().replay(leaves)
+
+
+@pytest.mark.parametrize("plant", [number_of_python, new_memory])
+def test_what_a_graph_freezes_shows(train, train_with_graphs, monkeypatch, plant):
+    name = in_float64("dqn_torchcompile")
+    plant(load(name), monkeypatch)
+    run = train(in_float64("dqn"), **STREAM["dqn"])
+    assert_agree(train(name, compile=False, **STREAM["dqn"]), run, rel=CLOSE)
+    with pytest.raises(AssertionError, match="further apart"):
+        assert_agree(train_with_graphs(name, None, **STREAM["dqn"])[0], run, rel=100 * CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("statement", "reason"),
+    [
+        (lambda buffer: buffer.size.item(), "reads a number"),
+        (lambda buffer: buffer.size > 0 or None, "passes between"),
+        (lambda buffer: buffer.rows[buffer.rows[:, -1] == 0], "depends on data"),
+        (lambda buffer: torch.as_tensor(buffer.position), "passes between"),
+    ],
+    ids=["number", "branch", "shape", "host"],
+)
+def test_what_a_graph_cannot_hold_is_refused_in_a_script(train_with_graphs, monkeypatch, statement, reason):
+    before_each_sample(statement)(load("dqn_torchcompile"), monkeypatch)
+    with pytest.raises(RefusedCapture, match=reason) as error:
+        train_with_graphs("dqn_torchcompile", None)
+    assert __file__ in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("ppo", ArgumentsStay), ("dqn", NoiseStays)])
+def test_a_wrong_replay_shows(train, train_with_graphs, name, kind):
+    run = train(in_float64(name), **STREAM[name])
+    twin, _ = train_with_graphs(in_float64(f"{name}_torchcompile"), None, kind=kind, **STREAM[name])
+    with pytest.raises(AssertionError, match="further apart"):
+        assert_agree(twin, run, rel=100 * CLOSE)
