@@ -7,7 +7,9 @@ In order of importance, each with its own share of the time:
 3. how fast environments are sampled (`./run.sh rollout`);
 4. for how much of the time the device is busy, and with how many kernels and graphs for each step.
 
-Writes at most eight files, flat into OUT_DIR; each is whole at any moment at which the program is cut off.
+Measures: the four things above.
+Takes: nine minutes at most.
+Leaves: at most eight files, flat in OUT_DIR; each is whole at any moment at which the program is cut off.
 """
 
 import importlib.util
@@ -23,9 +25,9 @@ from pathlib import Path
 import tyro
 from tqdm import tqdm
 
-from benchmarks import plots, turns
-from benchmarks.programs import VARIANTS, check_known, fail, pairs
-from benchmarks.results import describe, estimate, make_folder, provenance, stop_by_exception, table, write_whole
+from benchmarks.common import plots, turns
+from benchmarks.common.programs import VARIANTS, check_known, fail, pairs
+from benchmarks.common.results import describe, estimate, make_folder, provenance, stop_by_exception, table, write_whole
 
 FIRST = ("ppo_continuous_action", "sac_continuous_action", "td3_continuous_action", "ppo_atari_envpool", "dqn", "ppo")
 NEEDED = ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "tensorboard")  # and what this module imports
@@ -122,7 +124,7 @@ def speed_lines(results: list[dict]) -> list[str]:
 
 
 def measure_speeds(plan: Plan, scripts: list[str], seconds: float, work: Path, report: Report) -> None:
-    from benchmarks import gpu_speed, throughput
+    from benchmarks.throughput import gpu_speed, throughput
 
     def on_change(results: list[dict]) -> None:
         report.write("speed", "running", speed_lines(results), results)
@@ -135,8 +137,8 @@ def measure_speeds(plan: Plan, scripts: list[str], seconds: float, work: Path, r
 
 
 def measure_inference(plan: Plan, scripts: list[str], seconds: float, work: Path, report: Report) -> None:
-    from benchmarks import inference
-    from benchmarks.networks import NETWORKS
+    from benchmarks.acting import inference
+    from benchmarks.acting.networks import NETWORKS
 
     networks = plan.inference.get("networks") or (*(name for name in scripts if name in NETWORKS), "rllib_cnn")
     options = inference.Options(out=work, devices=(plan.device,), **plan.inference | {"networks": networks})
@@ -153,7 +155,7 @@ def measure_inference(plan: Plan, scripts: list[str], seconds: float, work: Path
 
 
 def measure_rollout(plan: Plan, _scripts: list[str], seconds: float, work: Path, report: Report) -> None:
-    from benchmarks import rollout
+    from benchmarks.acting import rollout
 
     def on_result(result: dict) -> None:
         report.write("rollout", "running", ["## Rollout", "", *rollout.table_of(result), ""], result)
@@ -163,7 +165,7 @@ def measure_rollout(plan: Plan, _scripts: list[str], seconds: float, work: Path,
 
 
 def measure_device_use(plan: Plan, scripts: list[str], seconds: float, work: Path, report: Report) -> None:
-    from benchmarks import device_use
+    from benchmarks.throughput import device_use
 
     uses = device_use.measure(
         scripts, plan.profiled, plan.device, plan.profile_seconds, seconds, work, work.parent / "cache"
@@ -229,7 +231,3 @@ def main(options: Options) -> None:
                 status = f"failed: {turns.describe_error(error)}"
             report.write(stage, f"{status}, {time.perf_counter() - begin:.0f} s")
     print((options.out / "report.md").read_text())
-
-
-if __name__ == "__main__":
-    main(tyro.cli(Options, prog="./run.sh gpu", description=__doc__))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.programs import ROOT, SCRIPTS, load_script
+from benchmarks.common.programs import ROOT, SCRIPTS, load_script
 
 
 def make_line(step: int, episode_return: float | None, episodes: int | None = None, speed: float = 1000) -> dict:
@@ -46,8 +46,9 @@ def toy_flags(script: str, total: int = 600) -> list[str]:
 
 
 def benchmark(name: str, *flags, timeout: float = 300, **options) -> subprocess.CompletedProcess:
-    """Run `python -m benchmarks.NAME FLAGS` to its end."""
-    command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, flags)]
+    """Run `./run.sh NAME FLAGS` to its end; or a module of benchmarks/ by its name with a dot."""
+    module = [f"benchmarks.{name}"] if "." in name else ["benchmarks", name]
+    command = [sys.executable, "-m", *module, *map(str, flags)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options)
 
 

@@ -18,7 +18,7 @@ from helpers import load, needs_cuda
 from torch import nn
 from torch._dynamo.utils import counters
 
-from benchmarks.evaluate import EVALUATION, Options, evaluate
+from benchmarks.tools.evaluate import EVALUATION, Options, evaluate
 
 EAGER, COMPILED = "ppo_atari_envpool", "ppo_atari_envpool_torchcompile"
 SCRIPT = load(EAGER)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from benchmark_helpers import refusal
 
-from benchmarks import env_pools, pool_models
-from benchmarks.programs import ROOT
+from benchmarks.common.programs import ROOT
+from benchmarks.pools import env_pools
+from benchmarks.pools import models as pool_models
 
 TIMES = T, TAIL, CHANCE = 0.003, 0.1, 0.05
 

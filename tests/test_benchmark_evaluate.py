@@ -11,8 +11,8 @@ import pytest
 import tyro
 from benchmark_helpers import benchmark, make_line, make_run, refusal, toy_flags
 
-from benchmarks import evaluate
-from benchmarks.programs import SCRIPTS, load_script
+from benchmarks.common.programs import SCRIPTS, load_script
+from benchmarks.tools import evaluate
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,10 @@ import torch
 import tyro
 from benchmark_helpers import benchmark, refusal
 
-from benchmarks import device_use, gpu, gpu_speed, parity, processes, results, turns
-from benchmarks.programs import SCRIPTS, VARIANTS, endless_flags, load_script, pairs
+from benchmarks import gpu
+from benchmarks.common import processes, results, turns
+from benchmarks.common.programs import SCRIPTS, VARIANTS, endless_flags, load_script, pairs
+from benchmarks.throughput import device_use, gpu_speed, parity
 
 FILES = {"report.md", "speed.json", "speed.png", "inference.json", "inference.png", "rollout.json", "device_use.json",
          "device_use.png"}  # fmt: skip

@@ -11,10 +11,11 @@ import pytest
 import torch
 from benchmark_helpers import benchmark, refusal
 
-from benchmarks import inference, inference_worker, turns
-from benchmarks.networks import NETWORKS, draw_inputs, make_act
-from benchmarks.paths import Built, build, path_names
-from benchmarks.programs import pairs
+from benchmarks.acting import inference, inference_worker
+from benchmarks.acting.networks import NETWORKS, draw_inputs, make_act
+from benchmarks.acting.paths import Built, build, path_names
+from benchmarks.common import turns
+from benchmarks.common.programs import pairs
 
 CPU = torch.device("cpu")
 
@@ -50,9 +51,9 @@ def test_a_worker_that_dies_or_hangs_is_a_row(tmp_path):
     """One ends before its turn, one is killed in it, one is never ready, and the last one measures."""
     programs = {
         "dies": "raise SystemExit('out of luck')",
-        "killed": "from benchmarks import turns; import os; turns.wait_for_turn(); os.kill(os.getpid(), 11)",
+        "killed": "from benchmarks.common import turns; import os; turns.wait_for_turn(); os.kill(os.getpid(), 11)",
         "hangs": "import time; time.sleep(60)",
-        "works": "from benchmarks import turns; turns.wait_for_turn(); print('done')",
+        "works": "from benchmarks.common import turns; turns.wait_for_turn(); print('done')",
     }
     workers = {name: worker(code, tmp_path / name) for name, code in programs.items()}
     ended = []
@@ -77,7 +78,7 @@ def test_a_case_has_as_many_threads_as_it_says(tmp_path, monkeypatch):
 
 def test_workers_measure_one_at_a_time(tmp_path):
     """They are ready side by side, and awake in turns."""
-    code = "from benchmarks import turns; import time; turns.wait_for_turn(); a = time.time(); time.sleep(0.3);"
+    code = "from benchmarks.common import turns; import time; turns.wait_for_turn(); a = time.time(); time.sleep(0.3);"
     code += "print(a, time.time())"
     workers = [worker(code, tmp_path / str(i)) for i in range(3)]
     turns.take_turns(workers, 3, 20.0, math.inf, lambda _: None)

@@ -1,6 +1,6 @@
 """What the README claims is what the committed results say."""
 
-from benchmarks import readme
+from benchmarks.tools import readme
 
 
 def test_the_tables_of_the_readme_are_those_of_the_results():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from benchmark_helpers import benchmark, make_line, make_run, refusal
 
-from benchmarks import report, runs
+from benchmarks.common import runs
+from benchmarks.learning import report
 
 COMPILE = {"script": "ppo_torchcompile.py", "args": {"compile": True, "cudagraphs": True}}
 

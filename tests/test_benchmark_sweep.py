@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from benchmark_helpers import benchmark, make_line, make_run, refusal
 
-from benchmarks import sweep
-from benchmarks.programs import ROOT
+from benchmarks.common.programs import ROOT
+from benchmarks.learning import sweep
 
 SMALL = "--flags=--num-steps=32 --num-minibatches=2 --update-epochs=1 --no-tensorboard"
 PPO = ("--scripts", "ppo", "--variants", "eager")
@@ -47,7 +47,9 @@ def test_sweep_from_end_to_end(tmp_path):
 
 def test_after_sigkill_finished_runs_are_not_run_again(tmp_path):
     flags = [*PPO, "--seeds", "1", "2", "--total-timesteps", "8000", SMALL, "--out", str(tmp_path)]
-    process = subprocess.Popen([sys.executable, "-m", "benchmarks.sweep", *flags], cwd=ROOT, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks", "sweep", *flags], cwd=ROOT, stderr=subprocess.DEVNULL
+    )
     log = tmp_path / "runs" / "CartPole-v1__ppo__eager__2" / "metrics.jsonl"
     while sweep.last_step(log) == 0:
         assert process.poll() is None
@@ -86,7 +88,7 @@ def test_time_limit_and_ctrl_c(tmp_path):
     done = benchmark("sweep", *flags, "--timeout", 4, "--out", tmp_path / "limit")
     assert done.returncode == 1 and "its time limit" in done.stdout + done.stderr
     out = tmp_path / "stopped"
-    command = [sys.executable, "-m", "benchmarks.sweep", *flags, "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks", "sweep", *flags, "--out", str(out)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     while not any(map(sweep.last_step, (out / "runs").glob("*/metrics.jsonl"))):
         time.sleep(0.05)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from benchmark_helpers import benchmark, refusal, toy_flags
 
-from benchmarks import ceilings, processes, results, runs, throughput
-from benchmarks.programs import PEERS, SCRIPTS, load_script, pairs
+from benchmarks.common import processes, results, runs
+from benchmarks.common.programs import PEERS, SCRIPTS, load_script, pairs
+from benchmarks.throughput import ceilings, throughput
 
 FLAGS = " ".join(["--log-every=50", "--learning-starts=100", "--total-timesteps=4000"])
 
@@ -110,7 +111,7 @@ def test_the_loop_of_every_script_has_a_policy_and_a_learner():
 def test_clocks_run_around_a_pool_of_workers(tmp_path):
     """Which has no `step`: sending actions and waiting for what comes back is the environments' time."""
     flags = ["--num-workers", 2, "--num-steps", 32, "--total-timesteps", 512, "--no-tensorboard", "--run-dir", tmp_path]
-    done = benchmark("ceilings", "sections", SCRIPTS / "ppo_env_pool.py", *flags)
+    done = benchmark("throughput.ceilings", "sections", SCRIPTS / "ppo_env_pool.py", *flags)
     assert done.returncode == 0, done.stderr
     lines, _ = runs.read_lines(tmp_path / "metrics.jsonl")
     assert len(lines) == 8 and all(line[f"profile/{part}"] > 0 for line in lines for part in ceilings.SECTIONS)
@@ -148,7 +149,7 @@ def test_no_program_that_learns_is_steady_before_its_first_update(tmp_path, lear
 def test_peers_write_the_log_of_a_script(peer, tmp_path):
     if importlib.util.find_spec(PEERS[peer]) is None:
         pytest.skip(f"{peer} is not installed")
-    done = benchmark("peers", peer, "ppo", *toy_flags("ppo"), f"--run-dir={tmp_path}")
+    done = benchmark("throughput.peers", peer, "ppo", *toy_flags("ppo"), f"--run-dir={tmp_path}")
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["global_step"] == 128 and lines[0]["losses/updates"] == 2

@@ -1,4 +1,6 @@
-"""Do the variants of a pair compute the same: python -m benchmarks.parity SCRIPT RESULT.json VARIANT... [-- FLAGS].
+"""Do the variants of a pair compute the same?
+
+    python -m benchmarks.throughput.parity SCRIPT RESULT.json VARIANT... [-- FLAGS]
 
 Trains each variant for about fifty updates from the same seed, compiled code drawing the random numbers that eager code
 draws, and compares all that is logged and the weights that act with those of the eager script on the same device.
@@ -13,9 +15,9 @@ import numpy as np
 import torch
 import tyro
 
-from benchmarks import runs, turns
-from benchmarks.programs import SCRIPTS, VARIANTS, load_script
-from benchmarks.results import write_whole
+from benchmarks.common import runs, turns
+from benchmarks.common.programs import SCRIPTS, VARIANTS, load_script
+from benchmarks.common.results import write_whole
 
 TOLERANCE = 1e-3  # relative: other kernels sum in another order, and updates build on each other
 CLOCKS = ("seconds", "charts/SPS")  # columns that no two runs have in common

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import plots, runs
-from benchmarks.programs import SCRIPTS, missing_for_compile
+from benchmarks.common import plots, runs
+from benchmarks.common.programs import SCRIPTS, missing_for_compile
 
 SCRIPT = SCRIPTS / "ppo_continuous_action_torchcompile.py"
 UNCOMPILED_STEPS = "300_000"  # what takes about two minutes without torch.compile; with it that is the script's default
@@ -103,7 +103,3 @@ def main(flags: list[str]) -> int:
     if code != 2:  # else the input was wrong, the script has said so, and nothing ran
         summarize(Path(folder))
     return code if code >= 0 else 128 - code
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import processes, runs, speed, throughput, turns
-from benchmarks.programs import SCRIPTS, command, endless_flags, load_script
-from benchmarks.results import provenance, write_whole
+from benchmarks.common import processes, runs, steady, turns
+from benchmarks.common.programs import SCRIPTS, command, endless_flags, load_script
+from benchmarks.common.results import provenance, write_whole
+from benchmarks.throughput import throughput
 
 STARTING = 0.5  # share of the time until all must be steady
 
@@ -43,8 +44,8 @@ class Contestant:
 
     def is_steady(self) -> bool:
         lines = self.lines()
-        first = speed.first_update(lines)
-        return first is not None and len(lines) > first + speed.FIRST_LINES
+        first = steady.first_update(lines)
+        return first is not None and len(lines) > first + steady.FIRST_LINES
 
     def has_ended(self) -> bool:
         """Whether it is over, which it should never be."""
@@ -62,7 +63,7 @@ class Contestant:
         self.child.go_on()
         self.child.wait(seconds)
         for _ in range(30):
-            speeds = speed.cut(self.lines()[known:], piece)  # its first line, which spans the freeze, only begins it
+            speeds = steady.cut(self.lines()[known:], piece)  # its first line, which spans the freeze, only begins it
             if len(speeds) or self.has_ended():
                 break
             self.child.wait(seconds / 10)
@@ -143,7 +144,8 @@ def measure_speeds(
                 contestant.start(device, environment)
             own_checks = []
             for script in group:
-                program = [sys.executable, "-m", "benchmarks.parity", script, str(parity[script]), *variants[1:]]
+                program = [sys.executable, "-m", "benchmarks.throughput.parity", script]
+                program += [str(parity[script]), *variants[1:]]
                 output = folder / f"{script}.parity.out"
                 own_checks.append(processes.start([*program, "--", "--device", device], output, **environment))
             checks += own_checks

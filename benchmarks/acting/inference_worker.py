@@ -1,4 +1,4 @@
-"""One network by one path, in a process of its own: python -m benchmarks.inference_worker SETTINGS, as JSON.
+"""One network by one path, in a process of its own: python -m benchmarks.acting.inference_worker SETTINGS, as JSON.
 
 Builds the path for each batch size and checks its outputs, freezes until it is woken, then times it beside eager.
 Writes a row, a JSON object a line, for each batch size: a path that fails at once, the others with their times.
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from benchmarks import speed, stats, turns
-from benchmarks.networks import draw_inputs, make_act
-from benchmarks.paths import Built, build
+from benchmarks.acting.networks import draw_inputs, make_act
+from benchmarks.acting.paths import Built, build
+from benchmarks.common import stats, steady, turns
 
 TOLERANCE = 1e-4  # of outputs, absolute below 1 and relative above: float32 sums in another order
 FIRST_CALLS = 4  # that still compile, or record a graph
@@ -136,8 +136,8 @@ def measure(case: Case, seconds: float) -> dict:
     fast, slow = 1e6 / row["p50_us"], 1e6 / row["eager_p50_us"]
     start = row["compile_seconds"] + row["refresh_seconds"]
     is_faster = low > 1  # beyond doubt
-    row["break_even_calls"] = speed.break_even(start, fast, 0.0, slow) if is_faster else None
-    row["refresh_calls"] = speed.break_even(row["refresh_seconds"], fast, 0.0, slow) if is_faster else None
+    row["break_even_calls"] = steady.break_even(start, fast, 0.0, slow) if is_faster else None
+    row["refresh_calls"] = steady.break_even(row["refresh_seconds"], fast, 0.0, slow) if is_faster else None
     return row
 
 

@@ -2,7 +2,11 @@
 
 Every run is a fresh process with a folder of its own under OUT/runs and its output under OUT/output. The journal,
 OUT/journal.jsonl, gets a line when a run starts and when it ends, at once on disk: whatever ends the sweep, --resume
-goes on without repeating a finished run; failed and broken-off runs start anew. At the end OUT/report is written.
+goes on without repeating a finished run; failed and broken-off runs start anew.
+
+Measures: what each run learns, and how long it takes; `./run.sh report` says how it is summarized.
+Takes: as long as the runs that it announces, divided by --jobs; at the defaults about an hour on two cores.
+Leaves: OUT/runs with a folder for each run, OUT/output, OUT/journal.jsonl and OUT/report.
 """
 
 import fcntl
@@ -18,12 +22,12 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
-import tyro
 from tqdm import tqdm
 
-from benchmarks import processes, report, runs
-from benchmarks.programs import SCRIPTS, check_known, command, default_variants, fail, load_script, pairs
-from benchmarks.results import make_folder, stop_by_exception
+from benchmarks.common import processes, runs
+from benchmarks.common.programs import SCRIPTS, check_known, command, default_variants, fail, load_script, pairs
+from benchmarks.common.results import make_folder, stop_by_exception
+from benchmarks.learning import report
 
 TAIL = 8192  # bytes at the end of a log in which its last whole line is found
 
@@ -216,7 +220,3 @@ def main(options: Options) -> int:
         print(f"failed: {job.name}; its output: {options.out / 'output' / job.name}.txt", file=sys.stderr)
     print(f"{len(jobs) - len(failed)} of {len(jobs)} runs finished")
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, prog="./run.sh sweep", description=__doc__)))

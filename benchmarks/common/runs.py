@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.programs import PEERS, SUFFIX, VARIANTS
+from benchmarks.common.programs import PEERS, SUFFIX, VARIANTS
 
 LAST_EPISODES = 100  # the score of a run is the mean training return of so many episodes at its end, as at CleanRL
 DONE = 0.99  # share of the budget after which a run counts as whole

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.programs import ROOT
+from benchmarks.common.programs import ROOT
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 SCRIPT_MEMORY = 3 * 2**30  # bytes of the host's memory that a script which learns on a GPU may take

@@ -1,4 +1,4 @@
-"""Where the time of a script goes: python -m benchmarks.ceilings env|sections SCRIPT.py [FLAGS].
+"""Where the time of a script goes: python -m benchmarks.throughput.ceilings env|sections SCRIPT.py [FLAGS].
 
 `env` steps the script's own `Envs` with random actions and does nothing else: the ceiling that the environment sets.
 
@@ -26,7 +26,7 @@ import cloudpickle
 import numpy as np
 import tyro
 
-from benchmarks.programs import check_known, fail, load_script, make_envs
+from benchmarks.common.programs import check_known, fail, load_script, make_envs
 
 POLICY = ("policy", "q_values", "act")  # names of functions that choose an action
 SECTIONS = ("env", "policy", "learn")

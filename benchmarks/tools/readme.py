@@ -1,20 +1,19 @@
-"""Write the tables of the README from the results that are committed: python -m benchmarks.readme.
+"""Write the tables of the README from the results that are committed: python -m benchmarks readme.
 
 The text between the two marks is made anew; a test holds it equal to what this program makes of `benchmarks/results/`.
 """
 
 import json
-from pathlib import Path
 
 import numpy as np
 
-from benchmarks import inference
-from benchmarks.env_pools import milliseconds, named
-from benchmarks.programs import ROOT
-from benchmarks.results import describe, estimate, table
+from benchmarks.acting import inference
+from benchmarks.common.programs import ROOT, fail
+from benchmarks.common.results import describe, estimate, table
+from benchmarks.pools.env_pools import milliseconds, named
 
 README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- results: made by benchmarks/readme.py -->", "<!-- end of results -->"
+BEGIN, END = "<!-- results: made by benchmarks/tools/readme.py -->", "<!-- end of results -->"
 
 
 def load(pattern: str) -> list[dict]:
@@ -174,9 +173,7 @@ def render(text: str) -> str:
     return "\n".join([before + BEGIN, "", *sections, END + after])
 
 
-def main(path: Path = README) -> None:
-    path.write_text(render(path.read_text()))
-
-
-if __name__ == "__main__":
-    main()
+def main(flags: list[str]) -> None:
+    if flags:
+        fail("readme takes no flags")
+    README.write_text(render(README.read_text()))

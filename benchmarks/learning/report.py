@@ -1,7 +1,11 @@
 """A table, learning curves and verdicts from run folders: ./run.sh report RUNS... --out DIR.
 
-Reads only `config.json` and `metrics.jsonl`, so the runs of any machine can be put together. Writes `report.md`,
-`report.json` and `learning_curves.png`. A run that did not come to its end is listed, and left out of all means.
+Reads only `config.json` and `metrics.jsonl`, so the runs of any machine can be put together. A run that did not come to
+its end is listed, and left out of all means.
+
+Measures: nothing; it summarizes final returns, curves and speeds over seeds, with intervals.
+Takes: seconds.
+Leaves: in --out report.md, report.json and learning_curves.png.
 """
 
 import csv
@@ -14,9 +18,9 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from benchmarks import plots, runs, stats
-from benchmarks.programs import ROOT, fail
-from benchmarks.results import describe, estimate, provenance, table
+from benchmarks.common import plots, runs, stats
+from benchmarks.common.programs import ROOT, fail
+from benchmarks.common.results import describe, estimate, provenance, table
 
 REFERENCE = ROOT / "benchmarks" / "reference" / "scores.csv"
 MIN_SEEDS = 5  # of either side, from which on intervals are trusted to tell eager from compiled: of fewer, 20 % would
@@ -254,7 +258,3 @@ def main(options: Options) -> None:
     report = write_report(list(options.runs), options.out)
     print(markdown(report))
     print(f"written to {options.out}: report.md, report.json, learning_curves.png")
-
-
-if __name__ == "__main__":
-    main(tyro.cli(Options, prog="./run.sh report", description=__doc__))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.programs import SCRIPTS, load_script
+from benchmarks.common.programs import SCRIPTS, load_script
 
 NO_NUMPY = "a CNN has no NumPy version"
 

@@ -1,4 +1,4 @@
-"""Sampling by one actor, in a process of its own: python -m benchmarks.rollout_worker SETTINGS, as JSON.
+"""Sampling by one actor, in a process of its own: python -m benchmarks.acting.rollout_worker SETTINGS, as JSON.
 
 Builds the actor, freezes until it is woken, then samples by it and by the uncompiled policy in turns; writes one row.
 """
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from benchmarks import stats, turns
-from benchmarks.networks import make_act
-from benchmarks.paths import Tensors, build
-from benchmarks.programs import SCRIPTS, load_script
+from benchmarks.acting.networks import make_act
+from benchmarks.acting.paths import Tensors, build
+from benchmarks.common import stats, turns
+from benchmarks.common.programs import SCRIPTS, load_script
 
 # Of each family: the script whose environments and networks are used, by its defaults
 FAMILIES = {"classic": "ppo", "mujoco": "ppo_continuous_action", "atari": "ppo_atari_envpool"}
-# What --compile-actor means: a path of benchmarks/paths.py
+# What --compile-actor means: a path of acting/paths.py
 ACTORS = {
     "off": "eager", "inductor": "inductor", "aoti": "aoti", "ort": "ort", "cudagraphs": "inductor+CudaGraphModule",
     "numpy": "numpy",

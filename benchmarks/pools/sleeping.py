@@ -1,4 +1,4 @@
-"""Environments whose steps take a known time and no processor, as `benchmarks.sleeping:Name-v0`; imports little."""
+"""Environments whose steps take a known time and no processor, as `benchmarks.pools.sleeping:Name-v0`."""
 
 import time
 

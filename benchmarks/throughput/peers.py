@@ -1,4 +1,6 @@
-"""Train as a script does, but by Stable-Baselines3 or SBX: python -m benchmarks.peers sb3|sbx SCRIPT [FLAGS].
+"""Train as a script does, but by Stable-Baselines3 or SBX.
+
+    python -m benchmarks.throughput.peers sb3|sbx SCRIPT [FLAGS]
 
 SCRIPT is the name of a pair, FLAGS are its flags. Environment, hyperparameters, sizes of the networks and number of
 threads are those of the script, read from its `Args`; the run folder gets a log of the same form, so that the same
@@ -24,8 +26,8 @@ from types import ModuleType
 import numpy as np
 import tyro
 
-from benchmarks.programs import PEERS, SCRIPTS, check_known, fail, has_peers, load_script, pairs
-from benchmarks.results import git, gpu_model, package_versions
+from benchmarks.common.programs import PEERS, SCRIPTS, check_known, fail, has_peers, load_script, pairs
+from benchmarks.common.results import git, gpu_model, package_versions
 
 
 def threads_of(module: ModuleType) -> int:
@@ -97,7 +99,7 @@ def make_envs(module: ModuleType, args, normalize: bool):
     from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
     if args.env_id not in gym.registry and ":" not in args.env_id:
-        from benchmarks.peer_envpool import EnvPoolVecEnv
+        from benchmarks.throughput.peer_envpool import EnvPoolVecEnv
 
         seeds = np.random.SeedSequence(args.seed).generate_state(args.num_envs) >> 1
         if hasattr(args, "async_envs"):  # the libraries wait for all games at once

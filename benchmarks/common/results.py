@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.programs import ROOT, fail
+from benchmarks.common.programs import ROOT, fail
 
 PACKAGES = (
     "torch", "triton", "tensordict", "gymnasium", "mujoco", "envpool", "numpy", "onnxruntime", "stable_baselines3",

@@ -2,8 +2,12 @@
 
 Each round starts every contestant once, in a fresh process, in one order and in the next round in the other (A B B A).
 A run is ended when its log holds enough seconds after the burn-in. The first round finds an empty compile cache, the
-others a filled one. TensorBoard is off for all. Writes one JSON file for each script, and from all that lie in the
-folder `throughput.md` and `throughput.png`.
+others a filled one. TensorBoard is off for all.
+
+Measures: environment steps/s after the burn-in, with ratios and their intervals; the time to the first update; memory
+and cores; the environment alone, and where the time of each variant goes.
+Takes: at the defaults about five minutes for each variant or peer of each script; --rounds and --seconds shorten it.
+Leaves: in --out one JSON file for each script and, of all that lie there, throughput.md and throughput.png.
 """
 
 import importlib.util
@@ -19,12 +23,10 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import tyro
 from tqdm import tqdm
 
-from benchmarks import device_use, plots, processes, runs, speed, stats
-from benchmarks.ceilings import SECTIONS
-from benchmarks.programs import (
+from benchmarks.common import plots, processes, runs, stats, steady
+from benchmarks.common.programs import (
     PEERS,
     SCRIPTS,
     VARIANTS,
@@ -37,7 +39,7 @@ from benchmarks.programs import (
     pairs,
     same_phase,
 )
-from benchmarks.results import (
+from benchmarks.common.results import (
     describe,
     estimate,
     gpu_model,
@@ -47,6 +49,8 @@ from benchmarks.results import (
     table,
     write_whole,
 )
+from benchmarks.throughput import device_use
+from benchmarks.throughput.ceilings import SECTIONS
 
 # Steps/s that LeanRL's README gives for one H100, number of CPU cores not stated
 PUBLISHED = {
@@ -74,7 +78,7 @@ class Options:
     peers: tuple[Literal["sb3", "sbx"], ...] = ()  # libraries to measure beside them
     rounds: int = 5  # times that each is started
     seconds: float = 40.0  # steady seconds of each run, in windows of 2 s
-    window: float = speed.WINDOW  # seconds of a window
+    window: float = steady.WINDOW  # seconds of a window
     ceilings: bool = True  # also measure the environment alone, and where the time of each variant goes
     flags: str = ""  # more flags for all of them, as in --flags="--env-id Ant-v4"
     timeout: float = 900.0  # seconds after which a run is ended, steady or not
@@ -89,9 +93,9 @@ def follow(child: processes.Child, log: Path, options: Options, learns: bool) ->
     learnt = None
     while child.poll() is None and time.perf_counter() - child.started < options.timeout:
         lines, _ = runs.read_lines(log)
-        if learnt is None and speed.first_update(lines) is not None:
+        if learnt is None and steady.first_update(lines) is not None:
             learnt = time.perf_counter() - child.started
-        left = options.seconds - (speed.steady_seconds(lines) if learnt or not learns else 0)
+        left = options.seconds - (steady.steady_seconds(lines) if learnt or not learns else 0)
         if left <= 0:
             break
         # Looking seldom, in order not to take time from what is measured
@@ -117,7 +121,7 @@ def measure(
             was_running = child.poll() is None
             code = child.stop()
         run = runs.read_run(Path(folder, "run"))
-        speeds = speed.windows(run.lines, options.window) if learnt or not learns else np.zeros(0)
+        speeds = steady.windows(run.lines, options.window) if learnt or not learns else np.zeros(0)
         result = {"speeds": speeds.tolist(), "first_update_seconds": learnt, **child.resources()}
         if (code != 0 and not was_running) or not len(speeds):
             tqdm.write(child.last_lines())
@@ -159,7 +163,7 @@ def compare(contestants: dict[str, dict]) -> dict:
         own, starts = contestants[name], ("cold_seconds", "warm_seconds")
         times = {key: (own[key], eager[key]) for key in starts if own[key] is not None and eager[key] is not None}
         breaks[name] = {
-            key.removesuffix("_seconds"): speed.break_even(a, own["steps_per_second"], b, eager["steps_per_second"])
+            key.removesuffix("_seconds"): steady.break_even(a, own["steps_per_second"], b, eager["steps_per_second"])
             for key, (a, b) in times.items()
         }
     return {"ratios": ratios, "break_even_steps": breaks}
@@ -171,7 +175,7 @@ def measure_ceilings(script: str, contestants: dict[str, dict], options: Options
     The summed ceiling is 1 / (environment + policy + learner), seconds a step: what would be left if the loop around
     them took no time at all. The environment counts as it is alone or in the loop, whichever was faster.
     """
-    program = [sys.executable, "-m", "benchmarks.ceilings"]
+    program = [sys.executable, "-m", "benchmarks.throughput.ceilings"]
     base = ["--no-tensorboard", *same_phase(script), *often_logged(script)]
     bar.set_postfix_str(f"{script}: environment alone")
     endless = ("--total-timesteps", str(10**12))
@@ -190,7 +194,7 @@ def measure_ceilings(script: str, contestants: dict[str, dict], options: Options
         own = contestants[name].get("steps_per_second")
         if "failed" in result or own is None:
             continue
-        times = speed.section_times(run.lines, SECTIONS)
+        times = steady.section_times(run.lines, SECTIONS)
         summed = 1 / (min(alone, times["env"]) + times["policy"] + times["learn"])
         parts = {"microseconds_per_step": {key: 1e6 * value for key, value in times.items()}}
         ceilings["variants"][name] = parts | {"summed_ceiling": summed, "fraction_reached": own / summed}
@@ -345,7 +349,3 @@ def main(options: Options) -> None:
     print(text)
     names = ", ".join(f"{file_name(script, options.flags)}.json" for script in scripts)
     print(f"written to {options.out}: throughput.md, throughput.png, {names}")
-
-
-if __name__ == "__main__":
-    main(tyro.cli(Options, prog="./run.sh throughput", description=__doc__))

@@ -1,4 +1,4 @@
-"""What a script makes a device do: python -m benchmarks.device_use SCRIPT.py RESULT.json SECONDS [FLAGS].
+"""What a script makes a device do: python -m benchmarks.throughput.device_use SCRIPT.py RESULT.json SECONDS [FLAGS].
 
 Runs the script until it is steady, freezes until it is woken, and then profiles it for some seconds: for how much of
 the time the device is busy, how that changes over time, and how many kernels, copies, launches and replays of graphs
@@ -19,9 +19,9 @@ import torch
 import tyro
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import plots, processes, speed, turns
-from benchmarks.programs import command, endless_flags, load_script
-from benchmarks.results import table, write_whole
+from benchmarks.common import plots, processes, steady, turns
+from benchmarks.common.programs import command, endless_flags, load_script
+from benchmarks.common.results import table, write_whole
 
 BIN = 0.02  # seconds of a point of the plot
 COPIES = ("Memcpy", "Memset")
@@ -93,8 +93,8 @@ class Watch:
     def __call__(self, run, step: int, metrics: dict, *rest) -> None:
         self.log(run, step, metrics, *rest)
         self.lines.append(metrics)
-        first = speed.first_update(self.lines)
-        if first is None or len(self.lines) <= first + speed.FIRST_LINES:
+        first = steady.first_update(self.lines)
+        if first is None or len(self.lines) <= first + steady.FIRST_LINES:
             return
         if self.begin is None:
             turns.wait_for_turn()
@@ -141,7 +141,7 @@ def measure(
             files[script, variant] = folder / f"{script}.{variant}.json"
             flags = [*own, *endless_flags(script, device), "--run-dir", str(folder / f"{script}.{variant}")]
             flags += more or []
-            program = [sys.executable, "-m", "benchmarks.device_use", path, str(files[script, variant]), str(seconds)]
+            program = [sys.executable, "-m", __name__, path, str(files[script, variant]), str(seconds)]
             workers[script, variant] = turns.Worker([*program, *flags], folder / f"{script}.{variant}.out", cache)
     jobs = min(len(os.sched_getaffinity(0)), processes.free_slots(processes.SCRIPT_MEMORY))
     turns.take_turns(list(workers.values()), jobs, time_limit, time_limit, lambda _: None)

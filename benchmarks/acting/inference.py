@@ -1,13 +1,17 @@
 """How fast each network acts, by each way to run it: ./run.sh inference.
 
-The whole act function (action, log-probability, value; see `benchmarks/networks.py`) of each script's network and of
-RLlib's default CNN, by each path of `benchmarks/paths.py`, for batches of 1 to 16384 observations. For each network and
+The whole act function (action, log-probability, value; see `acting/networks.py`) of each script's network and of
+RLlib's default CNN, by each path of `acting/paths.py`, for batches of 1 to 16384 observations. For each network and
 path there is a process of its own, so that none can spoil or crash another: it compiles and checks, then waits for its
 turn, then times the path and eager PyTorch in interleaved blocks, on one thread.
 
 A path counts only if its outputs equal those of eager with the same weights, and follow an optimizer step, by
-themselves or after a refresh whose cost is counted. Writes a JSON file for each network and device, and from all in the
-folder `inference.md` and a heat map `inference.png`.
+themselves or after a refresh whose cost is counted.
+
+Measures: wall and processor time of a call beside eager's, the time to compile and to refresh, and when it pays.
+Takes: at the defaults most of an hour on two cores; --networks, --paths and --batch-sizes shorten it, --smoke takes one
+minute.
+Leaves: in --out a JSON file for each network and device and, of all that lie there, inference.md and inference.png.
 """
 
 import json
@@ -19,16 +23,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import tyro
 from torch import device as torch_device
 from tqdm import tqdm
 
-from benchmarks import plots, turns
-from benchmarks.inference_worker import TOLERANCE
-from benchmarks.networks import NETWORKS
-from benchmarks.paths import path_names
-from benchmarks.programs import check_known, fail
-from benchmarks.results import describe, make_folder, provenance, stop_by_exception, table, write_whole
+from benchmarks.acting.inference_worker import TOLERANCE
+from benchmarks.acting.networks import NETWORKS
+from benchmarks.acting.paths import path_names
+from benchmarks.common import plots, turns
+from benchmarks.common.programs import check_known, fail
+from benchmarks.common.results import describe, make_folder, provenance, stop_by_exception, table, write_whole
 
 NOISE = "eager"  # the path that is measured against itself: what it gains is the error of all the others
 SMOKE_PATHS = ("eager", "aot_eager", "inductor", "numpy")
@@ -108,7 +111,7 @@ def measure(options: Options, time_limit: float, bar: tqdm, on_result: Callable[
             on_result(result_of(*key, options, cells[key]))
 
     bar.total = len(cases)
-    turns.run_cases("benchmarks.inference_worker", cases, options.jobs, options.timeout, time_limit, on_case)
+    turns.run_cases("benchmarks.acting.inference_worker", cases, options.jobs, options.timeout, time_limit, on_case)
 
 
 def trusted(cell: dict) -> bool:
@@ -218,7 +221,3 @@ def main(options: Options) -> None:
             sys.exit(130)
     print(write_summary(options.out))
     print(f"written to {options.out}: inference.md, inference.png and a JSON file for each network and device")
-
-
-if __name__ == "__main__":
-    main(tyro.cli(Options, prog="./run.sh inference", description=__doc__))

@@ -12,7 +12,7 @@ from unittest import mock
 import cloudpickle
 import numpy as np
 
-from benchmarks.programs import SCRIPTS, load_script
+from benchmarks.common.programs import SCRIPTS, load_script
 
 SCRIPT = SCRIPTS / "ppo_env_pool.py"
 

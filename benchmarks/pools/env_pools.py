@@ -2,7 +2,12 @@
 
 Environments sleep, so that the processors have little to do: a step takes 3 ms and, once in a hundred, 100 ms more. The
 contestants of a part are all started, then measured in turn, forwards and backwards (A B B A); libraries that are not
-installed are left out. Writes a JSON file for each part, and from all in the folder `env_pools.md` and `env_pools.png`.
+installed are left out.
+
+Measures: the time of a step of all environments, the overhead where steps take no time, where a training run's time
+goes, and what becomes of a run whose workers are killed.
+Takes: at the defaults about twenty minutes; --parts and --sizes shorten it.
+Leaves: in --out a JSON file for each part and, of all that lie there, env_pools.md and env_pools.png.
 """
 
 import contextlib
@@ -20,27 +25,29 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import tyro
 from tqdm import tqdm
 
-from benchmarks import plots, pool_models, pool_peers, processes, runs, speed
-from benchmarks.ceilings import SECTIONS
-from benchmarks.programs import ROOT, SCRIPTS, fail
-from benchmarks.results import describe, make_folder, provenance, stop_by_exception, table, write_whole
-from benchmarks.sleeping import CHANCE, STEP, TAIL, Sleeping
+from benchmarks.common import plots, processes, runs, steady
+from benchmarks.common.programs import ROOT, SCRIPTS, fail
+from benchmarks.common.results import describe, make_folder, provenance, stop_by_exception, table, write_whole
+from benchmarks.pools import models as pool_models
+from benchmarks.pools import peers as pool_peers
+from benchmarks.pools.sleeping import CHANCE, STEP, TAIL, Sleeping
+from benchmarks.throughput.ceilings import SECTIONS
 
 SIZES = (6, 12, 24)  # sleeping environments
 LENGTH = 128  # steps of a rollout: PPO's
 TRIVIAL = 8  # environments that take no time
 RLLIB = {"num_envs": 6, "step": 0.005, "lock-step in one process": 60.9, "asynchronous": 19.1}  # as published, in s
 KILL_EVERY = 5  # seconds
+SLOW_CARTPOLE, CLOCKS = "benchmarks.pools.sleeping:SlowCartPole-v0", "benchmarks.throughput.ceilings"
 MANY = 10**9  # environment steps that no run here comes to
 
 INTRODUCTION = f"""
 Times are of one step of all N environments on average, N / (environment steps/s); medians and quartiles of the rounds.
 M environments are waited for (`--ready-batch`); W x V are workers x environments in each, else there are N workers; a
 rollout is {LENGTH} steps of each environment between two waits for all, as in PPO. "Model" is the formula for a pool
-that takes no time of its own (`benchmarks/pool_models.py`); for first-ready pools it is the limit of a small M.
+that takes no time of its own (`benchmarks/pools/models.py`); for first-ready pools it is the limit of a small M.
 """.strip()
 
 
@@ -197,17 +204,17 @@ def measure_split(options: Options) -> dict:
     rows = []
     for name, (suffix, ready_batch) in tqdm(VARIANTS.items(), desc="split"):
         script = SCRIPTS / f"{pool_peers.SCRIPT.stem}{suffix}.py"
-        flags = {"--env-id": "benchmarks.sleeping:SlowCartPole-v0", "--num-workers": "24", "--ready-batch": ready_batch}
+        flags = {"--env-id": SLOW_CARTPOLE, "--num-workers": "24", "--ready-batch": ready_batch}
         flags |= {"--num-steps": "128", "--num-minibatches": "24", "--total-timesteps": str(MANY)}
         words = [word for pair in flags.items() for word in pair]
-        program = [sys.executable, "-m", "benchmarks.ceilings", "sections", str(script), "--no-tensorboard", *words]
+        program = [sys.executable, "-m", CLOCKS, "sections", str(script), "--no-tensorboard", *words]
         with training(program, PYTHONPATH=str(ROOT)) as (child, folder):
             # The first rollout is of starting and compiling
             while (
                 child.poll() is None and len(lines := runs.read_lines(folder / "metrics.jsonl")[0]) < 4 + options.rounds
             ):
                 child.wait(0.5)
-        times = speed.section_times(lines, SECTIONS)
+        times = steady.section_times(lines, SECTIONS)
         rows.append({"name": name, "ready_batch": int(ready_batch), "seconds": {k: 24 * v for k, v in times.items()}})
     return {"num_envs": 24, "rows": rows}
 
@@ -433,7 +440,3 @@ def main(options: Options) -> None:
         text = write_summary(options.out)
     print(text)
     print(f"written to {options.out}: env_pools.md, env_pools.png, {', '.join(f'{name}.json' for name in tasks)}")
-
-
-if __name__ == "__main__":
-    main(tyro.cli(Options, prog="./run.sh env-pools", description=__doc__))

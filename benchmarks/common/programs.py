@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 SUFFIX = "_torchcompile"
 
@@ -56,7 +56,7 @@ def default_variants() -> list[str]:
 def command(script: str, variant: str) -> list[str]:
     """The command line of a variant, or of a peer, of the pair `script`; to be run in the root of the repository."""
     if variant in PEERS:
-        return [sys.executable, "-m", "benchmarks.peers", variant, script]
+        return [sys.executable, "-m", "benchmarks.throughput.peers", variant, script]
     suffix, flags = VARIANTS[variant]
     return [sys.executable, str(SCRIPTS / f"{script}{suffix}.py"), *flags]
 
@@ -75,9 +75,14 @@ def load_script(path: Path) -> ModuleType:
     return module
 
 
+def environment_class(module: ModuleType) -> type:
+    """What steps the environments of a script: its `Envs` or its `Pool`."""
+    return module.Pool if hasattr(module, "Pool") else module.Envs
+
+
 def make_envs(module: ModuleType, args, seeds: list[int]):
-    """The environments of a script, which step in lock-step if asked: its `Envs` or its `Pool`."""
-    return (module.Pool if hasattr(module, "Pool") else module.Envs)(args, seeds)
+    """The environments of a script, which step in lock-step if asked."""
+    return environment_class(module)(args, seeds)
 
 
 def same_phase(script: str) -> list[str]:

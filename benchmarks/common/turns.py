@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import processes
+from benchmarks.common import processes
 
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # what PyTorch and NumPy heed
 BLOCKS = 10  # of calls, of each contestant

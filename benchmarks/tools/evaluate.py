@@ -1,6 +1,10 @@
 """Play the deterministic policy of a run, statistics frozen, in a fresh environment: ./run.sh evaluate RUN_DIR.
 
 Works for the runs of every script: the one named in config.json is loaded, and its `load_policy` rebuilds the policy.
+
+Measures: mean and standard deviation of the returns of whole episodes.
+Takes: seconds for ten episodes of MuJoCo, minutes for games of Atari.
+Leaves: nothing but the video that --video asks for.
 """
 
 import importlib.util
@@ -17,7 +21,7 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from benchmarks.programs import SCRIPTS, fail, load_script, make_envs
+from benchmarks.common.programs import SCRIPTS, fail, load_script, make_envs
 
 EVALUATION = 0xE7A1  # enters the seed, so that no environment of the training is seen again
 
@@ -143,5 +147,5 @@ def evaluate(options: Options) -> list[float]:
     return returns
 
 
-if __name__ == "__main__":
-    evaluate(tyro.cli(Options, prog="./run.sh evaluate", description=__doc__))
+def main(options: Options) -> None:
+    evaluate(options)
