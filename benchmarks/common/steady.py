@@ -50,7 +50,7 @@ def windows(lines: list[dict], length: float = WINDOW) -> np.ndarray:
 
 
 def section_times(lines: list[dict], sections: tuple[str, ...]) -> dict[str, float]:
-    """Seconds a step in each section of `ceilings`, and in the rest of the loop, after the burn-in."""
+    """Seconds a step in each section that `ceilings` sees, and in the rest of the loop, after the burn-in."""
     begin, rest = lines[burn_in(lines)], lines[burn_in(lines) + 1 :]
     steps = lines[-1]["global_step"] - begin["global_step"]
     times = {section: sum(line[f"profile/{section}"] for line in rest) / steps for section in sections}

@@ -40,7 +40,7 @@ LENGTH = 128  # steps of a rollout: PPO's
 TRIVIAL = 8  # environments that take no time
 RLLIB = {"num_envs": 6, "step": 0.005, "lock-step in one process": 60.9, "asynchronous": 19.1}  # as published, in s
 KILL_EVERY = 5  # seconds
-SLOW_CARTPOLE, CLOCKS = "benchmarks.pools.sleeping:SlowCartPole-v0", "benchmarks.throughput.ceilings"
+SLOW_CARTPOLE, WATCHED = "benchmarks.pools.sleeping:SlowCartPole-v0", "benchmarks.throughput.ceilings"
 MANY = 10**9  # environment steps that no run here comes to
 
 INTRODUCTION = f"""
@@ -200,14 +200,14 @@ VARIANTS = {
 
 
 def measure_split(options: Options) -> dict:
-    """Where the time of a step of 24 environments goes in training, by clocks in the loop."""
+    """Where the time of a step of 24 environments goes in training, by a look at the loop now and then."""
     rows = []
     for name, (suffix, ready_batch) in tqdm(VARIANTS.items(), desc="split"):
         script = SCRIPTS / f"{pool_peers.SCRIPT.stem}{suffix}.py"
         flags = {"--env-id": SLOW_CARTPOLE, "--num-workers": "24", "--ready-batch": ready_batch}
         flags |= {"--num-steps": "128", "--num-minibatches": "24", "--total-timesteps": str(MANY)}
         words = [word for pair in flags.items() for word in pair]
-        program = [sys.executable, "-m", CLOCKS, "sections", str(script), "--no-tensorboard", *words]
+        program = [sys.executable, "-m", WATCHED, "sections", str(script), "--no-tensorboard", *words]
         with training(program, PYTHONPATH=str(ROOT)) as (child, folder):
             # The first rollout is of starting and compiling
             while (

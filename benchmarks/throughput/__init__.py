@@ -2,7 +2,7 @@
 
 - `throughput`: the command: steady steps/s of each variant and peer, in interleaved rounds of fresh processes.
 - `peers`, `peer_envpool`: Stable-Baselines3 and SBX, to train as a script does.
-- `ceilings`: the environment alone, and the time of each part of the loop.
+- `ceilings`: the environment alone, and where the time of the loop goes, by looking at it.
 - `device_use`: what a script makes a GPU do.
 - `gpu_speed`: the speed of many variants within minutes, frozen and awake in turns.
 - `parity`: whether the variants of a pair compute the same.

@@ -1,111 +1,107 @@
-"""Where the time of a script goes: python -m benchmarks.throughput.ceilings env|sections SCRIPT.py [FLAGS].
+"""Where the time of a script goes, and how fast its environment is alone.
 
-`env` steps the script's own `Envs` with random actions and does nothing else: the ceiling that the environment sets.
+    python -m benchmarks.throughput.ceilings env|sections SCRIPT.py [FLAGS]
 
-`sections` runs the script with clocks around three kinds of calls in its loop, wrapped from outside, and adds their
-seconds since the line before to each line of the log:
+`env` steps the script's own environments with random actions and does nothing else: the ceiling that they set.
 
-- `profile/env`: `Envs.step`, or `send` and `recv` of a `Pool` or of `Envs`;
-- `profile/policy`: the function that chooses actions (`policy`, `q_values`, `act`);
-- `profile/learn`: all other functions made in `train` and called in its loop (`estimate`, `update...`).
+`sections` trains as the flags say while a second thread looks, some hundred times a second, at the line at which the
+loop of `train` is, and adds seconds since the line before to each line of the log:
 
-What is left is the loop itself: normalisation, buffers, statistics, log and checkpoints. On CUDA each of these calls
-waits for the device, which costs some overlap; the speed of a script is never taken from such a run.
+- `profile/env`: within a method of the script's `Envs` or `Pool`, wherever it is called;
+- `profile/policy`: else under the heading `Act`, `Step the environment` or `Collect`;
+- `profile/learn`: else under `Estimate advantages` or `Learn`.
+
+What is left is the log, checkpoints, and the head of the loop. On CUDA a kernel runs on after the call that launched
+it, and its time shows where the loop waits for it. The speed of a script is never taken from such a run.
 """
 
-import ast
+import bisect
+import ctypes
+import inspect
 import json
+import re
 import sys
+import threading
 import time
 from dataclasses import asdict
 from itertools import cycle
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FrameType, ModuleType
 
-import cloudpickle
 import numpy as np
 import tyro
 
-from benchmarks.common.programs import check_known, fail, load_script, make_envs
+from benchmarks.common.programs import check_known, environment_class, fail, load_script, make_envs
 
-POLICY = ("policy", "q_values", "act")  # names of functions that choose an action
 SECTIONS = ("env", "policy", "learn")
+SECTION_OF = {
+    "Act": "policy", "Step the environment": "policy", "Collect": "policy", "Estimate advantages": "learn",
+    "Learn": "learn", "Log": "rest",
+}  # fmt: skip
+INTERVAL = 0.003  # seconds between two looks: no divisor of what a loop may take
+SWITCH = 1e-5  # seconds after which the loop must let the other thread look
+PR_SET_TIMERSLACK = 29  # of prctl(2)
 LOG_EVERY = 0.25  # seconds between two lines of an env-only run
 NUM_ACTIONS = 256  # random actions are drawn beforehand and used in turn
 
 
-class Clock:
-    """Seconds spent in each section. Of calls within calls only the outermost counts."""
+def headings(train) -> tuple[list[int], list[str]]:
+    """The lines of a script at which a part of the loop of `train` begins, and the section of each."""
+    lines, first = inspect.getsourcelines(train)
+    pattern = re.compile(rf" +# ({'|'.join(SECTION_OF)})\b")
+    found = [(first + i, SECTION_OF[match[1]]) for i, line in enumerate(lines) if (match := pattern.match(line))]
+    return [number for number, _ in found], [section for _, section in found]
 
-    def __init__(self):
-        self.seconds, self.depth = dict.fromkeys(SECTIONS, 0.0), 0
 
-    def around(self, function, section: str):
-        """The function, its time counted for a section; objects of the script's own classes stay as they are."""
-        import torch
+class Sampler:
+    """Seconds that a thread spends in each section of the loop of a script, by looking at it now and then.
 
-        if type(function).__module__ in sys.modules and hasattr(sys.modules[type(function).__module__], "clock"):
-            return function
+    Python lets one thread run at a time. A look is not to wait until the loop lets go of its own accord, which it does
+    in PyTorch's calls rather than in Python's: so it may ask for its turn within microseconds, and wakes on time.
+    """
 
-        def timed(*arguments, **named):
-            self.depth += 1
-            start = time.perf_counter()
-            try:
-                return function(*arguments, **named)
-            finally:
-                self.depth -= 1
-                if self.depth == 0:
-                    if section != "env" and torch.cuda.is_initialized():
-                        torch.cuda.synchronize()
-                    self.seconds[section] += time.perf_counter() - start
+    def __init__(self, module: ModuleType):
+        methods = [x for x in vars(environment_class(module)).values() if inspect.isfunction(x)]
+        self.train, self.envs = module.train.__code__, {method.__code__ for method in methods}
+        self.starts, self.sections = headings(module.train)
+        self.seconds, self.watched = dict.fromkeys((*SECTIONS, "rest"), 0.0), threading.get_ident()
+        self.thread = threading.Thread(target=self.run, daemon=True)
 
-        return timed
+    def run(self) -> None:
+        sys.setswitchinterval(SWITCH)
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
+        last = time.perf_counter()
+        while frame := sys._current_frames().get(self.watched):
+            now = time.perf_counter()
+            self.seconds[self.section_of(frame)] += now - last
+            del frame
+            last = now
+            time.sleep(INTERVAL)
+
+    def section_of(self, frame: FrameType | None) -> str:
+        """The section in which a thread is whose innermost frame this is."""
+        codes: set[CodeType] = set()
+        while frame is not None and frame.f_code is not self.train:
+            codes.add(frame.f_code)
+            frame = frame.f_back
+        place = bisect.bisect(self.starts, frame.f_lineno) if frame is not None else 0
+        if place == 0:
+            return "rest"
+        return "env" if codes & self.envs else self.sections[place - 1]
 
     def take(self) -> dict[str, float]:
         """Seconds of each section since the last call, as columns of a log."""
-        taken = {f"profile/{section}": seconds for section, seconds in self.seconds.items()}
-        self.seconds = dict.fromkeys(SECTIONS, 0.0)
+        taken = {f"profile/{section}": self.seconds[section] for section in SECTIONS}
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
         return taken
 
 
-def names(nodes: list[ast.stmt], kind: type) -> set[str]:
-    """The names that statements load or store."""
-    return {x.id for node in nodes for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, kind)}
-
-
-def functions_of_loop(train: ast.FunctionDef) -> tuple[int, list[str]]:
-    """(index of the statement after which the loop follows, names of the functions made before it and called in it)."""
-    is_start = [isinstance(node, ast.Assign) and ast.unparse(node).startswith("run = Run(") for node in train.body]
-    start = is_start.index(True)
-    made = names(train.body[:start], ast.Store) | {x.name for x in train.body[:start] if isinstance(x, ast.FunctionDef)}
-    calls = [x.func for node in train.body[start:] for x in ast.walk(node) if isinstance(x, ast.Call)]
-    called = {function.id for function in calls if isinstance(function, ast.Name)}
-    return start, sorted(made & called)
-
-
-def instrument(path: Path, clock: Clock) -> ModuleType:
-    """The script as a module in which clocks run.
-
-    Before the loop starts its functions are wrapped under the same names, after the place where they are compiled.
-    """
-    tree = ast.parse(path.read_text())
-    train = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "train")
-    start, functions = functions_of_loop(train)
-    sections = {name: "policy" if name in POLICY else "learn" for name in functions}
-    wrap = [f"{name} = clock.around({name}, {section!r})" for name, section in sections.items()]
-    train.body[start:start] = ast.parse("\n".join(wrap)).body
-    module = ModuleType(path.stem)
-    module.__file__, module.clock = str(path), clock
-    sys.modules[path.stem] = module
-    sys.path.append(str(path.parent))  # worker processes import the script itself, but for those of a pool
-    cloudpickle.register_pickle_by_value(module)
-    exec(compile(tree, str(path), "exec"), vars(module))
-    envs = module.Pool if hasattr(module, "Pool") else module.Envs
-    for method in {"step", "send", "recv"} & vars(envs).keys():
-        setattr(envs, method, clock.around(getattr(envs, method), "env"))
-    log = module.Run.log
-    module.Run.log = lambda run, step, metrics, *rest: log(run, step, metrics | clock.take(), *rest)
-    return module
+def train_watched(module: ModuleType, flags: list[str]) -> None:
+    """Train as the flags say; each line of the log gets the seconds of the sections."""
+    sampler, log = Sampler(module), module.Run.log
+    module.Run.log = lambda run, step, metrics, *rest: log(run, step, metrics | sampler.take(), *rest)
+    sampler.thread.start()
+    module.train(tyro.cli(module.Args, args=flags))
 
 
 def rounds(envs, actions: list[np.ndarray]):
@@ -165,8 +161,7 @@ def main(arguments: list[str]) -> None:
         if what == "env":
             step_envs(load_script(Path(script)), flags)
         else:
-            module = instrument(Path(script), Clock())
-            module.train(tyro.cli(module.Args, args=flags))
+            train_watched(load_script(Path(script)), flags)
     except KeyboardInterrupt:
         sys.exit(130)
 

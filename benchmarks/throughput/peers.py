@@ -11,7 +11,6 @@ analysis applies. What differs, since the libraries offer no choice:
 - Several environments that are not EnvPool's are stepped in turn in one process, the libraries' default.
 """
 
-import ast
 import importlib
 import json
 import math
@@ -22,6 +21,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import numpy as np
 import tyro
@@ -30,11 +30,25 @@ from benchmarks.common.programs import PEERS, SCRIPTS, check_known, fail, has_pe
 from benchmarks.common.results import git, gpu_model, package_versions
 
 
-def threads_of(module: ModuleType) -> int:
-    """The number of threads that a script sets for PyTorch: the argument of its call of `set_num_threads`."""
-    calls = [node for node in ast.walk(ast.parse(Path(module.__file__).read_text())) if isinstance(node, ast.Call)]
-    found = [call.args[0] for call in calls if getattr(call.func, "attr", "") == "set_num_threads"]
-    return eval(ast.unparse(found[0]), vars(module)) if found else len(os.sched_getaffinity(0))
+class Asked(Exception):
+    """A script has asked for a number of threads."""
+
+
+def threads_of(module: ModuleType, args) -> int:
+    """The number of threads that a script sets for PyTorch before anything else: it is let go so far, and no further.
+
+    One that comes to its loop without having asked takes a thread for each core, as PyTorch does.
+    """
+
+    def ask(number: int) -> None:
+        raise Asked(number)
+
+    cores = len(os.sched_getaffinity(0))
+    with mock.patch("torch.set_num_threads", ask), mock.patch.object(module, "Run", lambda *_: ask(cores)):
+        try:
+            module.train(args)
+        except Asked as asked:
+            return asked.args[0]
 
 
 def schedule(start: float, anneal: bool):
@@ -163,7 +177,7 @@ def train(peer: str, script: str, flags: list[str]) -> Path:
 
     module = load_script(SCRIPTS / f"{script}.py")
     args = tyro.cli(module.Args, args=flags)
-    threads = threads_of(module)
+    threads = threads_of(module, args)
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision(getattr(args, "matmul_precision", "highest"))
     if threads == 1:

@@ -65,9 +65,10 @@ Environment steps per second in steady state: fresh processes in interleaved rou
 compiled; medians, quartiles over the windows, bootstrap intervals of the ratios. "First update" is the wall time from
 the start of the process to the first line of the log with a loss, with an empty and with a filled compile cache; "pays
 after" is the number of steps after which the compiled script has overtaken the eager one. Peak memory is that of the
-largest process. "Environment alone" steps it with random actions; the other parts are times in the running script; the
-summed ceiling is the speed that environment (alone or in the loop, the faster of the two), policy and learner would
-reach if nothing else took time.
+largest process. "Environment alone" steps it with random actions, which no script that waits for each step can pass.
+Where the time goes is seen by a second thread that looks at the loop, in another run of the same minutes: environment;
+acting, which is what else the loop does to act and to keep what it saw; learning; the rest is log and checkpoints. (In
+results whose JSON has a `summed_ceiling`, acting is the policy's function alone, by a clock, and the rest is larger.)
 """.strip()
 
 
@@ -170,11 +171,7 @@ def compare(contestants: dict[str, dict]) -> dict:
 
 
 def measure_ceilings(script: str, contestants: dict[str, dict], options: Options, bar: tqdm, caches: Path) -> dict:
-    """Speed of the environment alone, and for each variant the time of each part and what these add up to.
-
-    The summed ceiling is 1 / (environment + policy + learner), seconds a step: what would be left if the loop around
-    them took no time at all. The environment counts as it is alone or in the loop, whichever was faster.
-    """
+    """Speed of the environment alone, and for each variant the time of each part of its loop."""
     program = [sys.executable, "-m", "benchmarks.throughput.ceilings"]
     base = ["--no-tensorboard", *same_phase(script), *often_logged(script)]
     bar.set_postfix_str(f"{script}: environment alone")
@@ -183,21 +180,17 @@ def measure_ceilings(script: str, contestants: dict[str, dict], options: Options
     bar.update()
     if "failed" in result:
         return {"failed": result["failed"]}
-    alone = 1 / float(np.median(result["speeds"]))
-    ceilings = {"env_only_steps_per_second": 1 / alone, "variants": {}}
+    ceilings = {"env_only_steps_per_second": float(np.median(result["speeds"])), "variants": {}}
     for name in [name for name in contestants if name in VARIANTS]:
         bar.set_postfix_str(f"{script}: parts of {name}")
         _, path, *flags = command(script, name)
         cache = {"TORCHINDUCTOR_CACHE_DIR": str(caches / name)}
         result, run = measure([*program, "sections", path, *flags, *base], options, **cache)
         bar.update()
-        own = contestants[name].get("steps_per_second")
-        if "failed" in result or own is None:
-            continue
-        times = steady.section_times(run.lines, SECTIONS)
-        summed = 1 / (min(alone, times["env"]) + times["policy"] + times["learn"])
-        parts = {"microseconds_per_step": {key: 1e6 * value for key, value in times.items()}}
-        ceilings["variants"][name] = parts | {"summed_ceiling": summed, "fraction_reached": own / summed}
+        if "failed" not in result:
+            times = steady.section_times(run.lines, SECTIONS)
+            parts = {"microseconds_per_step": {key: 1e6 * value for key, value in times.items()}}
+            ceilings["variants"][name] = parts
     return ceilings
 
 
@@ -255,11 +248,10 @@ def contestant_cells(result: dict, name: str) -> list[str]:
 
 def ceiling_cells(result: dict, name: str) -> list[str]:
     """A row of the table of ceilings."""
-    parts = result["ceilings"]["variants"][name]
-    times = parts["microseconds_per_step"]
-    shown = [f"{times[section]:.1f}" for section in (*SECTIONS, "rest")]
-    alone = 1e6 / result["ceilings"]["env_only_steps_per_second"]
-    return [name, f"{alone:.1f}", *shown, f"{parts['summed_ceiling']:,.0f}", f"{parts['fraction_reached']:.0%}"]
+    times = result["ceilings"]["variants"][name]["microseconds_per_step"]
+    alone, own = result["ceilings"]["env_only_steps_per_second"], result["contestants"][name].get("steps_per_second")
+    shown = [f"{1e6 / alone:.1f}", *(f"{times[section]:.1f}" for section in (*SECTIONS, "rest"))]
+    return [name, *shown, f"{own / alone:.0%}" if own else "-"]
 
 
 def section(result: dict) -> list[str]:
@@ -276,8 +268,8 @@ def section(result: dict) -> list[str]:
         ]  # fmt: skip
     lines = [title, "", *table(header, cells), ""]
     if result.get("ceilings", {}).get("variants"):
-        header = ["variant", "environment alone (µs/step)", "environment in the loop", "policy", "learner"]
-        header += ["rest of the loop", "summed ceiling (steps/s)", "reached"]
+        header = ["variant", "environment alone (µs/step)", "environment in the loop", "acting", "learning"]
+        header += ["rest of the loop", "speed, of the environment's alone"]
         lines += [*table(header, [ceiling_cells(result, name) for name in result["ceilings"]["variants"]]), ""]
     if "device_use" in result:
         speeds = {(result["script"], name): x.get("steps_per_second") for name, x in result["contestants"].items()}
