@@ -43,11 +43,11 @@ def test_inference_from_end_to_end(tmp_path):
     assert text in done.stdout and inference.best_line(result) in text and "failed: " in text and "/tmp" not in text
 
 
-def worker(code: str, output: Path) -> turns.Worker:
-    return turns.Worker([sys.executable, "-c", code], output, output.with_suffix(".cache"))
+def contestant(code: str, output: Path) -> turns.Contestant:
+    return turns.Contestant([sys.executable, "-c", code], output)
 
 
-def test_a_worker_that_dies_or_hangs_is_a_row(tmp_path):
+def test_a_contestant_that_dies_or_hangs_is_a_row(tmp_path):
     """One ends before its turn, one is killed in it, one is never ready, and the last one measures."""
     programs = {
         "dies": "raise SystemExit('out of luck')",
@@ -55,12 +55,12 @@ def test_a_worker_that_dies_or_hangs_is_a_row(tmp_path):
         "hangs": "import time; time.sleep(60)",
         "works": "from benchmarks.common import turns; turns.wait_for_turn(); print('done')",
     }
-    workers = {name: worker(code, tmp_path / name) for name, code in programs.items()}
+    contestants = {name: contestant(code, tmp_path / name) for name, code in programs.items()}
     ended = []
-    turns.take_turns(list(workers.values()), 2, 5.0, math.inf, ended.append)
+    turns.take_turns(list(contestants.values()), 2, 5.0, math.inf, ended.append)
     assert len(ended) == 4
-    errors = {name: worker.error for name, worker in workers.items()}
-    assert errors["works"] is None and "done" in workers["works"].child.last_lines()
+    errors = {name: x.error for name, x in contestants.items()}
+    assert errors["works"] is None and "done" in contestants["works"].child.last_lines()
     assert "out of luck" in errors["dies"] and errors["killed"] == "ended by SIGSEGV" and "not ready" in errors["hangs"]
 
 
@@ -76,13 +76,13 @@ def test_a_case_has_as_many_threads_as_it_says(tmp_path, monkeypatch):
     assert found == [(case, [{"threads": "3"}], "no result")]
 
 
-def test_workers_measure_one_at_a_time(tmp_path):
+def test_contestants_measure_one_at_a_time(tmp_path):
     """They are ready side by side, and awake in turns."""
     code = "from benchmarks.common import turns; import time; turns.wait_for_turn(); a = time.time(); time.sleep(0.3);"
     code += "print(a, time.time())"
-    workers = [worker(code, tmp_path / str(i)) for i in range(3)]
-    turns.take_turns(workers, 3, 20.0, math.inf, lambda _: None)
-    times = [list(map(float, worker.child.last_lines().split())) for worker in workers]
+    contestants = [contestant(code, tmp_path / str(i)) for i in range(3)]
+    turns.take_turns(contestants, 3, 20.0, math.inf, lambda _: None)
+    times = [list(map(float, x.child.last_lines().split())) for x in contestants]
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(times))
 
 

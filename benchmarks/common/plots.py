@@ -13,9 +13,9 @@ import numpy as np
 # Okabe and Ito's colours, which also differ for the colour-blind
 COLOURS = {
     "eager": "#0072B2", "lean": "#56B4E9", "compile": "#D55E00", "compile+cudagraphs": "#CC79A7",
-    "cudagraphs": "#F0E442", "sb3": "#009E73", "sbx": "#E69F00",
+    "cudagraphs": "#F0E442", "sb3": "#009E73", "sbx": "#E69F00", "leanrl": "#999999",
 }  # fmt: skip
-LABELS = {"sb3": "SB3 (PyTorch)", "sbx": "SBX (JAX)", "lean": "compile script, uncompiled"}
+LABELS = {"leanrl": "LeanRL", "sb3": "SB3 (PyTorch)", "sbx": "SBX (JAX)", "lean": "compile script, uncompiled"}
 STYLE = {
     "font.size": 10, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
     "grid.alpha": 0.25, "grid.linewidth": 0.6, "axes.axisbelow": True, "lines.linewidth": 1.6, "legend.frameon": False,

@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -18,8 +18,10 @@ VARIANTS = {
     "eager": ("", ()),
     "lean": (SUFFIX, ("--no-compile", "--no-cudagraphs")),
     "compile": (SUFFIX, ("--compile", "--no-cudagraphs")),
+    "cudagraphs": (SUFFIX, ("--no-compile", "--cudagraphs")),
     "compile+cudagraphs": (SUFFIX, ("--compile", "--cudagraphs")),
 }
+Variant = Literal["eager", "lean", "compile", "cudagraphs", "compile+cudagraphs"]  # a key of VARIANTS
 PEERS = {"sb3": "stable_baselines3", "sbx": "sbx"}  # the module that each needs
 
 
@@ -50,7 +52,8 @@ def default_variants() -> list[str]:
     """The variants worth running here: CUDA graphs only where there is CUDA."""
     import torch
 
-    return ["eager", "compile", "compile+cudagraphs"] if torch.cuda.is_available() else ["eager", "compile"]
+    graphs = ["cudagraphs", "compile+cudagraphs"] if torch.cuda.is_available() else []
+    return ["eager", "compile", *graphs]
 
 
 def command(script: str, variant: str) -> list[str]:

@@ -48,8 +48,9 @@ class Run:
             return "eager"
         on_cuda = self.config.get("device", "cpu") != "cpu"
         flags = (self.args.get("compile", False), self.args.get("cudagraphs", False) and on_cuda)
-        names = {(False, False): "lean", (True, False): "compile", (True, True): "compile+cudagraphs"}
-        return names.get(flags, "cudagraphs")
+        return {(False, False): "lean", (True, False): "compile", (False, True): "cudagraphs"}.get(
+            flags, "compile+cudagraphs"
+        )
 
     @property
     def precision(self) -> str:
@@ -203,7 +204,7 @@ def groups(runs: list[Run]) -> dict[tuple[str, str, str], list[Run]]:
 
     Runs of a lower precision are a variant of their own, with its flags behind the name.
     """
-    order = [*VARIANTS, "cudagraphs", *PEERS]
+    order = [*VARIANTS, *PEERS]
 
     def key(run: Run) -> tuple:
         place = order.index(run.variant) if run.variant in order else len(order)

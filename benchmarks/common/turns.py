@@ -1,8 +1,8 @@
-"""Measuring in turns: processes that prepare side by side and run one at a time, and calls in interleaved blocks.
+"""Measuring in turns: processes that get ready side by side and run one at a time, and calls in interleaved blocks.
 
 Compiling takes most of the time of a benchmark of compiled functions, and can be done on all cores at once; what is
-timed must be alone. So a worker prepares, freezes itself (`wait_for_turn`), and is woken when all others are frozen or
-done.
+timed must be alone. So a contestant gets ready, is frozen (by itself, with `wait_for_turn`, or from outside), and is
+woken when all others are frozen or over.
 """
 
 import json
@@ -26,20 +26,47 @@ CASE_MEMORY = {"cpu": 3 * 2**28, "cuda": 2 * 2**30}  # bytes of the host's memor
 
 
 def wait_for_turn() -> None:
-    """In a worker: freeze until the parent says go on."""
+    """In a contestant: freeze until the parent says go on."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @dataclass(eq=False)
-class Worker:
-    """A program that prepares, freezes itself, and measures when it is woken."""
+class Contestant:
+    """A program that gets ready beside others, is frozen, and is then awake alone, once or several times.
+
+    This one is ready when it has frozen itself, and its turn lasts until it ends. A kind of its own may say otherwise.
+    """
 
     command: list[str]
     output: Path  # file that takes what it prints
-    cache: Path  # folder that it compiles to
     environment: dict[str, str] = field(default_factory=dict)  # more variables
     child: processes.Child | None = None
-    error: str | None = None  # why it did not come to its end
+    error: str | None = None  # why there is nothing more to expect of it
+
+    def start(self) -> None:
+        self.child = processes.start(self.command, self.output, **self.environment)
+
+    def is_ready(self) -> bool:
+        return self.child.is_frozen()
+
+    def take_turn(self, seconds: float) -> None:
+        """Be awake for as long as it takes, so many seconds at most."""
+        self.child.go_on()
+        if self.child.wait(seconds) is None:
+            self.give_up(f"still measuring after {seconds:.0f} s")
+
+    def is_over(self) -> bool:
+        """Whether it has ended, of its own accord or not; then `error` says what went wrong, if anything did."""
+        code = self.child.poll()
+        if code is not None and code != 0 and self.error is None:
+            self.error = end_of(self.child)
+        return code is not None
+
+    def give_up(self, error: str) -> None:
+        """End it, and say why; of several reasons the first one counts."""
+        self.error = self.error or error
+        if self.child:
+            self.child.kill()
 
 
 def end_of(child: processes.Child) -> str:
@@ -54,48 +81,62 @@ def end_of(child: processes.Child) -> str:
     return (named[-1] if named else child.last_lines(1)) or f"exit code {code}"
 
 
-def prepare(workers: list[Worker], jobs: int, timeout: float, deadline: float) -> None:
-    """Start all workers, `jobs` of them at a time, and wait until each has frozen itself or is over."""
-    waiting, running = workers[::-1], []
+def compile_settings(cache: Path, jobs: int) -> dict[str, str]:
+    """Variables of one of so many processes that compile side by side: a cache of their own, and its share of cores."""
+    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+    return {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
+
+
+def prepare(contestants: list[Contestant], jobs: int, timeout: float, deadline: float) -> None:
+    """Start all, `jobs` of them at a time, and freeze each when it is ready. Whoever is not in time is given up."""
+    waiting, running = contestants[::-1], []
     while waiting or running:
         while waiting and len(running) < jobs:
-            worker = waiting.pop()
-            own = {"TORCHINDUCTOR_CACHE_DIR": str(worker.cache), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-            worker.child = processes.start(worker.command, worker.output, **own, **worker.environment)
-            running.append(worker)
+            running.append(waiting.pop())
+            running[-1].start()
         now = time.perf_counter()
-        for worker in running:
-            if now > min(worker.child.started + timeout, deadline) and not worker.child.is_frozen():
-                worker.child.kill()
-                worker.error = f"not ready after {now - worker.child.started:.0f} s"
+        for contestant in running:
+            if contestant.is_ready():
+                contestant.child.freeze()
+            elif now > min(contestant.child.started + timeout, deadline) and contestant.child.poll() is None:
+                contestant.give_up(f"not ready after {now - contestant.child.started:.0f} s")
         running = [x for x in running if x.child.poll() is None and not x.child.is_frozen()]
         time.sleep(0.02)
 
 
 def take_turns(
-    workers: list[Worker], jobs: int, timeout: float, time_limit: float, on_turn: Callable[[Worker], None]
+    contestants: list[Contestant],
+    jobs: int,
+    timeout: float,
+    time_limit: float,
+    on_turn: Callable[[Contestant], None],
+    rounds: int = 1,
 ) -> None:
-    """Run all workers, none longer than `timeout` seconds for either part, and all within `time_limit` seconds.
+    """Let each contestant have so many turns, none longer than `timeout` seconds, and all within `time_limit` seconds.
 
-    Of the limit, two thirds are for preparing. A worker that has not come to its end has an `error` when, after its
-    turn, it is given to `on_turn`.
+    Of the limit, two thirds are for getting ready, for which none has longer than `timeout` either. Turns go in one
+    order and in the next round in the other. After each turn `on_turn` gets the contestant, and for the last time once
+    it is over.
     """
-    started = time.perf_counter()
+    started, over = time.perf_counter(), set()
     try:
-        prepare(workers, jobs, timeout, started + 2 / 3 * time_limit)
-        for worker in workers:
-            worker.child.go_on()
-            left = min(timeout, started + time_limit - time.perf_counter())
-            if worker.child.wait(left) is None:
-                worker.child.kill()
-                worker.error = f"still measuring after {max(left, 0):.0f} s"
-            elif worker.child.poll() != 0:
-                worker.error = worker.error or end_of(worker.child)
-            on_turn(worker)
+        prepare(contestants, jobs, timeout, started + 2 / 3 * time_limit)
+        for turn in range(rounds):
+            for contestant in contestants[:: 1 if turn % 2 == 0 else -1]:
+                if contestant in over:
+                    continue
+                left = started + time_limit - time.perf_counter()
+                if not contestant.is_over() and left > 0:
+                    contestant.take_turn(min(timeout, left))
+                elif not contestant.is_over() and turn == 0:
+                    contestant.give_up("no time left for its turn")
+                if contestant.is_over():
+                    over.add(contestant)
+                on_turn(contestant)
     finally:
-        for worker in workers:
-            if worker.child:
-                worker.child.kill()
+        for contestant in contestants:
+            if contestant.child:
+                contestant.child.kill()
 
 
 def run_cases(
@@ -121,14 +162,14 @@ def run_cases(
             for j, case in enumerate(cases[i : i + slots]):
                 rows, output, cache = (Path(folder, f"{j}.{kind}") for kind in ("jsonl", "out", "cache"))
                 command = [sys.executable, "-m", module, json.dumps(case | {"rows": str(rows)})]
-                threads = dict.fromkeys(THREADS, str(case["threads"]))
-                own[Worker(command, output, cache, threads)] = case, rows
+                settings = compile_settings(cache, jobs) | dict.fromkeys(THREADS, str(case["threads"]))
+                own[Contestant(command, output, settings)] = case, rows
 
-            def on_turn(worker: Worker, own: dict = own) -> None:
-                case, file = own[worker]
+            def on_turn(contestant: Contestant, own: dict = own) -> None:
+                case, file = own[contestant]
                 lines = file.read_text().splitlines() if file.exists() else []
                 rows = [json.loads(line) for line in lines if line.endswith("}")]
-                on_case(case, rows, without_paths(worker.error or "no result"))
+                on_case(case, rows, without_paths(contestant.error or "no result"))
 
             take_turns(list(own), jobs, timeout, share * left, on_turn)
 
@@ -139,7 +180,7 @@ def without_paths(message: str) -> str:
     return re.sub(r"(?<![\w:/])(/[\w.+@-]+)+/", "", first)[:160]
 
 
-def describe_error(error: Exception) -> str:
+def describe_error(error: BaseException) -> str:
     """One line on an exception; of those that torch.compile wraps into its own, the one within."""
     within = getattr(error, "inner_exception", None) or error
     return without_paths(f"{type(within).__name__}: {within}")

@@ -20,12 +20,20 @@ import time
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Literal
 
 from tqdm import tqdm
 
 from benchmarks.common import processes, runs
-from benchmarks.common.programs import SCRIPTS, check_known, command, default_variants, fail, load_script, pairs
+from benchmarks.common.programs import (
+    SCRIPTS,
+    Variant,
+    check_known,
+    command,
+    default_variants,
+    fail,
+    load_script,
+    pairs,
+)
 from benchmarks.common.results import make_folder, stop_by_exception
 from benchmarks.learning import report
 
@@ -35,7 +43,7 @@ TAIL = 8192  # bytes at the end of a log in which its last whole line is found
 @dataclass
 class Options:
     scripts: tuple[str, ...] = ()  # pairs, by the names of their eager twins; by default all
-    variants: tuple[Literal["eager", "lean", "compile", "compile+cudagraphs"], ...] = ()  # by default those of use here
+    variants: tuple[Variant, ...] = ()  # by default those of use here
     seeds: tuple[int, ...] = (21, 31, 41)  # LeanRL's seeds
     env_ids: tuple[str, ...] = ()  # environments for every script; by default each script's own
     total_timesteps: int = 50_000  # environment steps of each run

@@ -9,7 +9,6 @@ the CPU take the place of kernels, to show that the program works.
 
 import contextlib
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -121,34 +120,31 @@ def profile_script(path: Path, result: Path, seconds: float, flags: list[str]) -
 
 
 def measure(
-    scripts: list[str],
+    script: str,
     variants: tuple[str, ...],
     device: str,
     seconds: float,
     time_limit: float,
     folder: Path,
-    cache: Path,
     more: list[str] | None = None,
-) -> dict[str, dict[str, dict]]:
-    """For each script and variant what `summarize` gives, or why there is nothing; each is profiled alone.
+) -> dict[str, dict]:
+    """For each variant of a script what `summarize` gives, or why there is nothing; each is profiled alone.
 
-    `more` are flags for all of them, as of an environment.
+    `folder` is for what is of no use afterwards; `more` are flags for all variants, as of an environment.
     """
-    workers, files = {}, {}
-    for script in scripts:
-        for variant in variants:
-            _, path, *own = command(script, variant)
-            files[script, variant] = folder / f"{script}.{variant}.json"
-            flags = [*own, *endless_flags(script, device), "--run-dir", str(folder / f"{script}.{variant}")]
-            flags += more or []
-            program = [sys.executable, "-m", __name__, path, str(files[script, variant]), str(seconds)]
-            workers[script, variant] = turns.Worker([*program, *flags], folder / f"{script}.{variant}.out", cache)
-    jobs = min(len(os.sched_getaffinity(0)), processes.free_slots(processes.SCRIPT_MEMORY))
-    turns.take_turns(list(workers.values()), jobs, time_limit, time_limit, lambda _: None)
-    uses = {script: {} for script in scripts}
-    for (script, variant), file in files.items():
-        error = turns.without_paths(workers[script, variant].error or "no result")
-        uses[script][variant] = json.loads(file.read_text()) if file.exists() else {"failed": error}
+    jobs = max(1, min(len(variants), processes.free_slots(processes.SCRIPT_MEMORY)))
+    settings, contestants = turns.compile_settings(folder / "cache", jobs), {}
+    for variant in variants:
+        _, path, *own = command(script, variant)
+        run, file = folder / f"{script}.{variant}", folder / f"{script}.{variant}.json"
+        program = [sys.executable, "-m", __name__, path, str(file), str(seconds), *own, *endless_flags(script, device)]
+        program += ["--run-dir", str(run), *(more or [])]
+        contestants[file] = turns.Contestant(program, run.with_suffix(".out"), settings)
+    turns.take_turns(list(contestants.values()), jobs, time_limit, time_limit, lambda _: None)
+    uses = {}
+    for variant, (file, contestant) in zip(variants, contestants.items(), strict=True):
+        error = turns.without_paths(contestant.error or "no result")
+        uses[variant] = json.loads(file.read_text()) if file.exists() else {"failed": error}
     return uses
 
 

@@ -1,12 +1,10 @@
-"""Speeds of many scripts within minutes: all start at once, are frozen when they run steadily, and are awake in turns.
+"""The speed of a pair's variants within a minute or two, side by side: what `./run.sh gpu speed` does with each pair.
 
-Starting and compiling take most of the time of a short measurement. Here they are done side by side, on all cores,
-along with the check that the variants of a pair compute the same. Then each process is awake for a few seconds at a
-time, alone, in one order and in the next round in the other; between, it takes no time of the processor or the device.
+Starting and compiling take most of the time of a short measurement. Here all variants of a pair get ready side by side,
+on all cores, and are frozen when they run steadily. Then each is awake for a few seconds at a time, alone, in one order
+and in the next round in the other; between, it takes no time of the processor or of the device.
 """
 
-import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,155 +13,89 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import processes, runs, steady, turns
-from benchmarks.common.programs import SCRIPTS, command, endless_flags, load_script
-from benchmarks.common.results import provenance, write_whole
+from benchmarks.common.programs import SCRIPTS, load_script
+from benchmarks.common.results import provenance
 from benchmarks.throughput import throughput
 
-STARTING = 0.5  # share of the time until all must be steady
+PIECES = 5  # of a turn, whose speeds are the windows
+PATIENCE = 4.0  # turns' time for which a contestant may be awake, until it has written enough
 
 
 @dataclass(eq=False)
-class Contestant:
-    """A variant of a pair: its process, frozen or awake, and the speeds that were measured."""
+class Contestant(turns.Contestant):
+    """A program that trains for ever, its log, and the speeds that were measured."""
 
-    script: str
-    variant: str
-    folder: Path  # does not exist yet
-    child: processes.Child | None = None
+    log: Path = Path("metrics.jsonl")
+    window: float = 1.5  # seconds of a turn
     rounds: list[dict] = field(default_factory=list)  # for each its `speeds`, steps/s of each window
-    failed: str | None = None
-
-    def start(self, device: str, environment: dict[str, str]) -> None:
-        self.folder.mkdir()
-        flags = [*endless_flags(self.script, device), "--run-dir", str(self.folder / "run")]
-        arguments = [*command(self.script, self.variant), *flags]
-        self.child = processes.start(arguments, self.folder / "output", **environment)
 
     def lines(self) -> list[dict]:
-        return runs.read_lines(self.folder / "run" / "metrics.jsonl")[0]
+        return runs.read_lines(self.log)[0]
 
-    def is_steady(self) -> bool:
+    def is_ready(self) -> bool:
+        """Whether it runs steadily, and so may be frozen."""
         lines = self.lines()
         first = steady.first_update(lines)
         return first is not None and len(lines) > first + steady.FIRST_LINES
 
-    def has_ended(self) -> bool:
-        """Whether it is over, which it should never be."""
-        if self.failed is None and self.child.poll() is not None:
-            self.give_up(turns.without_paths(turns.end_of(self.child)) if self.child.poll() else "ended by itself")
-        return self.failed is not None
+    def is_over(self) -> bool:
+        if self.child.poll() == 0:
+            self.error = self.error or "ended by itself"
+        return super().is_over()
 
-    def give_up(self, reason: str) -> None:
-        self.failed = reason
-        self.child.kill()
-
-    def measure(self, seconds: float, piece: float) -> None:
-        """Be awake for so long, or up to four times as long until there is a window; then freeze again."""
+    def take_turn(self, seconds: float) -> None:
+        """Be awake for a turn, or longer until there is a window; then freeze again. Not at all, if time is short."""
+        if seconds < self.window:
+            return
         known, speeds = len(self.lines()), np.zeros(0)
         self.child.go_on()
-        self.child.wait(seconds)
-        for _ in range(30):
-            speeds = steady.cut(self.lines()[known:], piece)  # its first line, which spans the freeze, only begins it
-            if len(speeds) or self.has_ended():
+        self.child.wait(self.window)
+        end = time.perf_counter() + min(seconds, PATIENCE * self.window) - self.window
+        while not len(speeds) and not self.is_over():
+            # The first line spans the time for which it was frozen: it only begins the first window
+            speeds = steady.cut(self.lines()[known:], self.window / PIECES)
+            if time.perf_counter() > end:
                 break
-            self.child.wait(seconds / 10)
+            self.child.wait(self.window / 10)
         self.child.freeze()
         if len(speeds):
             self.rounds.append({"speeds": speeds.tolist()})
 
     def result(self) -> dict:
-        failed = {"failed": self.failed or "no window of steady speed"} if self.failed or not self.rounds else {}
+        """Median speed, with quartiles; why there is none, or no more of it."""
+        failed = {"failed": turns.without_paths(self.error)} if self.error else {}
         if not self.rounds:
-            return failed
+            return failed or {"failed": "no window of steady speed"}
         low, median, high = np.quantile(np.concatenate([x["speeds"] for x in self.rounds]), [0.25, 0.5, 0.75]).tolist()
         return {"steps_per_second": median, "quartiles": [low, high], "rounds": self.rounds, **failed}
 
 
-def results_of(contestants: list[Contestant], parity: dict[str, Path], device: str) -> list[dict]:
-    """For each pair what its variants came to, and whether they compute the same."""
-    results = []
-    for script in dict.fromkeys(x.script for x in contestants):
-        own = {x.variant: x.result() for x in contestants if x.script == script}
-        measured = [name for name, x in own.items() if "steps_per_second" in x and name != "eager"]
-        has_eager = "steps_per_second" in own.get("eager", {})
-        ratios = [throughput.ratio(own, name, "eager") for name in measured if has_eager]
-        same = json.loads(parity[script].read_text()) if script in parity and parity[script].exists() else {}
-        env_id = load_script(SCRIPTS / f"{script}.py").Args.__dataclass_fields__["env_id"].default
-        result = {"script": script, "env_id": env_id, "flags": "", "device": device}
-        result |= {"contestants": own, "ratios": ratios}
-        results.append(result | {"parity": same, "provenance": provenance()})
-    return results
+def result_of(script: str, contestants: dict[str, Contestant], device: str) -> dict:
+    """What the contestants of a pair came to, with the ratios to eager."""
+    own = {name: x.result() for name, x in contestants.items()}
+    measured = [name for name, x in own.items() if "steps_per_second" in x]
+    ratios = [throughput.ratio(own, name, "eager") for name in measured if name != "eager" and "eager" in measured]
+    env_id = load_script(SCRIPTS / f"{script}.py").Args.__dataclass_fields__["env_id"].default
+    result = {"script": script, "env_id": env_id, "flags": "", "device": device, "contestants": own, "ratios": ratios}
+    return result | {"provenance": provenance()}
 
 
-def wait_until_ready(contestants: list[Contestant], checks: list[processes.Child], deadline: float) -> None:
-    """Freeze each contestant once it is steady. When time is up, end those that are not, and checks that still run."""
-    frozen = set()
-    while time.perf_counter() < deadline:
-        for x in contestants:
-            if x not in frozen and not x.has_ended() and x.is_steady():
-                x.child.freeze()
-                frozen.add(x)
-        ready = sum(x in frozen or x.failed is not None for x in contestants)
-        if ready == len(contestants) and all(check.poll() is not None for check in checks):
-            break
-        time.sleep(0.1)
-    for x in contestants:
-        if x not in frozen and x.failed is None:
-            x.give_up(f"not steady after {time.perf_counter() - x.child.started:.0f} s")
-    for check in checks:
-        check.kill()
-
-
-def measure_speeds(
-    scripts: list[str],
-    variants: tuple[str, ...],
+def measure(
+    script: str,
+    contestants: dict[str, Contestant],
     device: str,
-    window: float,
     rounds: int,
     seconds: float,
-    folder: Path,
-    cache: Path,
-    on_change: Callable[[list[dict]], None],
-) -> list[dict]:
-    """Speeds of all variants of all pairs within so many seconds, and whether they compute the same.
+    on_change: Callable[[dict], None],
+) -> None:
+    """Measure the contestants of a pair within so many seconds; `on_change` gets the result so far after each turn.
 
-    `on_change` gets all results so far after each round. What memory is not enough for runs in a second group.
+    What memory is not enough for at once is measured in a second group.
     """
-    deadline = time.perf_counter() + seconds
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    size = max(1, processes.free_slots(processes.SCRIPT_MEMORY) // (len(variants) + 1))
-    groups = [scripts[i : i + size] for i in range(0, len(scripts), size)]
-    everyone, checks, parity = [], [], {script: folder / f"{script}.parity.json" for script in scripts}
-    try:
-        for i, group in enumerate(groups):
-            started = time.perf_counter()
-            end = started + (deadline - started) * len(group) / sum(map(len, groups[i:]))
-            own = [Contestant(x, variant, folder / f"{x}.{variant}") for x in group for variant in variants]
-            everyone += own
-            for contestant in own:
-                contestant.start(device, environment)
-            own_checks = []
-            for script in group:
-                program = [sys.executable, "-m", "benchmarks.throughput.parity", script]
-                program += [str(parity[script]), *variants[1:]]
-                output = folder / f"{script}.parity.out"
-                own_checks.append(processes.start([*program, "--", "--device", device], output, **environment))
-            checks += own_checks
-            wait_until_ready(own, own_checks, started + STARTING * (end - started))
-            for script, check in zip(group, own_checks, strict=True):
-                if not parity[script].exists():
-                    reason = {"equal": False, "failed": turns.without_paths(turns.end_of(check))}
-                    write_whole(parity[script], json.dumps(dict.fromkeys(variants[1:], reason)))
-            for turn in range(rounds):
-                for contestant in own[:: 1 if turn % 2 == 0 else -1]:
-                    if contestant.failed is None and time.perf_counter() + window < end:
-                        contestant.measure(window, window / 5)
-                on_change(results_of(everyone, parity, device))
-                if time.perf_counter() + window * len(own) > end:
-                    break
-            for contestant in own:
-                contestant.child.kill()
-    finally:
-        for child in [x.child for x in everyone if x.child] + checks:
-            child.kill()
-    return results_of(everyone, parity, device)
+    slots, everyone = processes.free_slots(processes.SCRIPT_MEMORY), list(contestants.values())
+    share = seconds * min(1.0, slots / len(everyone))
+    for i in range(0, len(everyone), slots):
+        group = everyone[i : i + slots]
+        turns.take_turns(
+            group, len(group), share, share, lambda _: on_change(result_of(script, contestants, device)), rounds
+        )

@@ -7,15 +7,18 @@ draws, and compares all that is logged and the weights that act with those of th
 """
 
 import json
+import os
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 import tyro
 
-from benchmarks.common import runs, turns
+from benchmarks.common import processes, runs, turns
 from benchmarks.common.programs import SCRIPTS, VARIANTS, load_script
 from benchmarks.common.results import write_whole
 
@@ -65,26 +68,67 @@ def deviations(run: tuple, reference: tuple) -> dict:
     return {"equal": bool(equal), "metrics": float(errors[worst]), "worst_metric": names[worst], "weights": weight}
 
 
-def main(script: str, result: Path, variants: list[str], flags: list[str]) -> None:
-    """Write what is known after each variant."""
+def compare(script: str, result: Path, variants: list[str], flags: list[str]) -> None:
+    """Compare each variant of a pair with eager; write what is known after each of them."""
     found = {}
-    torch.backends.cudnn.deterministic = True
+    # In TF32, which cuDNN would take without asking, other kernels differ in the third digit
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True
     with tempfile.TemporaryDirectory() as folder, torch._inductor.config.patch(fallback_random=True):
         try:
             reference = train(script, "eager", Path(folder, "eager"), flags)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reason = {"equal": False, "failed": f"eager: {turns.describe_error(error)}"}
             write_whole(result, json.dumps(dict.fromkeys(variants, reason)))
             return
         for variant in variants:
             try:
                 found[variant] = deviations(train(script, variant, Path(folder, variant), flags), reference)
-            except Exception as error:  # one variant that crashes says nothing about the others
+            except (Exception, SystemExit) as error:  # one variant that crashes says nothing about the others
                 found[variant] = {"equal": False, "failed": turns.describe_error(error)}
             write_whole(result, json.dumps(found))
+
+
+def compare_all(
+    scripts: list[str],
+    variants: tuple[str, ...],
+    flags: list[str],
+    time_limit: float,
+    folder: Path,
+    on_change: Callable[[dict[str, dict[str, dict]]], None],
+) -> None:
+    """Compare the variants of many pairs within so many seconds, a process for each pair, some side by side.
+
+    `on_change` gets all that is known, by script and variant, whenever that is more; at the end nothing is missing.
+    """
+    deadline, cores = time.perf_counter() + time_limit, len(os.sched_getaffinity(0))
+    jobs = min(len(scripts), max(1, cores // 2), processes.free_slots(processes.SCRIPT_MEMORY))
+    settings, waiting, running = turns.compile_settings(folder / "cache", jobs), list(scripts), {}
+    found, reasons = {script: {} for script in scripts}, dict.fromkeys(scripts, "no time left")
+    try:
+        while (waiting or running) and time.perf_counter() < deadline:
+            while waiting and len(running) < jobs:
+                script = waiting.pop(0)
+                program = [sys.executable, "-m", __name__, script, str(folder / f"{script}.json"), *variants]
+                running[script] = processes.start([*program, "--", *flags], folder / f"{script}.out", **settings)
+            time.sleep(0.2)
+            for script, child in list(running.items()):
+                if child.poll() is not None:
+                    del running[script]
+                    reasons[script] = turns.end_of(child)
+                file = folder / f"{script}.json"
+                if file.exists() and (known := json.loads(file.read_text())) != found[script]:
+                    found[script] = known
+                    on_change(found)
+    finally:
+        for child in running.values():
+            child.kill()
+    for script, known in found.items():
+        missing = {"equal": False, "failed": turns.without_paths(reasons[script])}
+        found[script] = dict.fromkeys(variants, missing) | known
+    on_change(found)
 
 
 if __name__ == "__main__":
     _, script, result, *rest = sys.argv
     split = rest.index("--") if "--" in rest else len(rest)
-    main(script, Path(result), rest[:split], rest[split + 1 :])
+    compare(script, Path(result), rest[:split], rest[split + 1 :])

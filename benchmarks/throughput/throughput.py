@@ -30,6 +30,7 @@ from benchmarks.common.programs import (
     PEERS,
     SCRIPTS,
     VARIANTS,
+    Variant,
     check_known,
     command,
     default_variants,
@@ -75,7 +76,7 @@ results whose JSON has a `summed_ceiling`, acting is the policy's function alone
 @dataclass
 class Options:
     scripts: tuple[str, ...] = ()  # pairs to measure, by the names of their eager twins; by default all
-    variants: tuple[Literal["eager", "lean", "compile", "compile+cudagraphs"], ...] = ()  # by default those of use here
+    variants: tuple[Variant, ...] = ()  # by default those of use here
     peers: tuple[Literal["sb3", "sbx"], ...] = ()  # libraries to measure beside them
     rounds: int = 5  # times that each is started
     seconds: float = 40.0  # steady seconds of each run, in windows of 2 s
@@ -199,9 +200,8 @@ def measure_device_use(script: str, contestants: dict[str, dict], options: Optio
     bar.set_postfix_str(f"{script}: what the device does")
     variants, more = tuple(name for name in contestants if name in VARIANTS), shlex.split(options.flags)
     with tempfile.TemporaryDirectory() as folder:
-        paths = Path(folder), Path(folder, "cache")
-        uses = device_use.measure([script], variants, "cuda", options.window, options.timeout, *paths, more)
-    return uses[script]
+        limits = options.window, options.timeout
+        return device_use.measure(script, variants, "cuda", *limits, Path(folder), more)
 
 
 def measure_script(script: str, options: Options, bar: tqdm) -> dict:
