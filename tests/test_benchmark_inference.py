@@ -182,7 +182,13 @@ def test_an_unequal_path_is_seen(monkeypatch):
 
 
 def cell(path: str, speedup: float, **changes) -> dict:
-    known = {"equal": True, "weights": "follow", "interval": [0.9 * speedup, 1.1 * speedup], "batch_size": 1}
+    known = {
+        "equal": True,
+        "weights": "follow",
+        "refresh_seconds": 0.0,
+        "interval": [0.9 * speedup, 1.1 * speedup],
+        "batch_size": 1,
+    }
     return {"path": path, "speedup": speedup, **known, **changes}
 
 
@@ -193,12 +199,18 @@ def test_only_a_path_that_can_be_trusted_is_best():
         assert inference.best_of([cell("eager", 1.0), good, faster | fault]) is good
     assert inference.best_of([cell("eager", 1.3), cell("doubtful", 1.05)]) is None
     assert inference.best_of([{"path": "eager", "error": "no result"}]) is None
+    noisy = cell("eager", 1.2, interval=[0.9, 1.4])  # eager against itself: no smaller gain is one
+    assert inference.best_of([noisy, cell("within", 1.5)]) is None and inference.best_of([noisy, good]) is good
 
 
 def test_one_line_names_the_best():
     cells = [cell("good", 2.0), cell("good", 1.02, batch_size=4096)]
     result = {"network": "ppo", "device": "cpu", "batch_sizes": [1, 4096], "cells": cells}
     assert inference.best_line(result) == "Best for ppo on cpu, by batch size: 1: good (+100 %), 4,096: eager."
+    copied = cell("copied", 2.0, refresh_seconds=0.0015, refresh_calls=30.2)
+    assert inference.best_paths(result | {"cells": [copied], "batch_sizes": [1]}) == {
+        1: "copied (+100 %; 1.5 ms an update, made up for by 30 calls)"
+    }
 
 
 def test_a_compiled_path_has_compiled_something():

@@ -5,6 +5,8 @@ as the PPO scripts do, so that two ways to run a function can be compared number
 log-probability or no value to act by, its function gives what it has.
 """
 
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import gymnasium as gym
@@ -17,6 +19,22 @@ from benchmarks.common.programs import SCRIPTS, load_script
 NO_NUMPY = "a CNN has no NumPy version"
 
 
+def numpy_mlp(net: nn.Sequential) -> Callable[[np.ndarray], np.ndarray]:
+    """The function of an MLP on NumPy arrays (B, inputs) -> (B, outputs).
+
+    It reads the memory of the module's parameters, which must be on the CPU, and follows when these change in place.
+    """
+    activation = {nn.Tanh: np.tanh, nn.ReLU: partial(np.maximum, np.float32(0))}[type(net[1])]
+    *hidden, (last_weight, last_bias) = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in net[::2]]
+
+    def forward(x: np.ndarray) -> np.ndarray:
+        for weight, bias in hidden:
+            x = activation(x.dot(weight) + bias)  # of arrays this small, `@` takes half a microsecond more
+        return x.dot(last_weight) + last_bias
+
+    return forward
+
+
 def gumbel_noise(rows: int, columns: int) -> Tensor:
     """Noise (rows, columns) that makes the argmax of logits a sample of their softmax."""
     return -torch.empty(rows, columns).exponential_().log()
@@ -27,8 +45,8 @@ class Categorical(nn.Module):
 
     def __init__(self, script: ModuleType, obs_shape: tuple[int, ...], num_actions: int):
         super().__init__()
-        self.num_actions, self.script = num_actions, script
-        sizes = (*obs_shape, num_actions) if len(obs_shape) == 1 else (num_actions,)  # a CNN is for one size of images
+        self.num_actions, self.is_image = num_actions, len(obs_shape) != 1
+        sizes = (num_actions,) if self.is_image else (*obs_shape, num_actions)  # a CNN is for one size of images
         self.agent = script.ActorCritic(*sizes)
 
     def draw_noise(self, rows: int) -> Tensor:
@@ -40,10 +58,10 @@ class Categorical(nn.Module):
         return action, log_probs.gather(1, action.unsqueeze(1)).squeeze(1), value
 
     def in_numpy(self):
-        """The same function of NumPy arrays, by the script's `numpy_mlp`."""
-        if not hasattr(self.script, "numpy_mlp"):
+        """The same function of NumPy arrays."""
+        if self.is_image:
             raise NotImplementedError(NO_NUMPY)
-        actor, critic = self.script.numpy_mlp(self.agent.actor), self.script.numpy_mlp(self.agent.critic)
+        actor, critic = numpy_mlp(self.agent.actor), numpy_mlp(self.agent.critic)
 
         def act(obs: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, ...]:
             logits = actor(obs)
@@ -60,7 +78,7 @@ class PooledCategorical(Categorical):
 
     def __init__(self, script: ModuleType, obs_shape: tuple[int, ...], num_actions: int):
         nn.Module.__init__(self)
-        self.num_actions, self.script = num_actions, script
+        self.num_actions, self.is_image = num_actions, False
         self.agent = script.ActorCritic(*obs_shape, gym.spaces.Discrete(num_actions))
 
     def forward(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
@@ -86,7 +104,7 @@ class Gaussian(nn.Module):
         return action, self.script.normal_log_prob(action, mean, log_std), value
 
     def in_numpy(self):
-        actor, critic = self.script.numpy_mlp(self.agent.actor), self.script.numpy_mlp(self.agent.critic)
+        actor, critic = numpy_mlp(self.agent.actor), numpy_mlp(self.agent.critic)
         log_std, constant = self.agent.log_std.detach().numpy(), np.float32(0.5 * np.log(2 * np.pi))
 
         def act(obs: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -101,7 +119,7 @@ class EpsilonGreedy(nn.Module):
 
     def __init__(self, script: ModuleType, obs_shape: tuple[int, ...], num_actions: int):
         super().__init__()
-        self.num_actions, self.script, self.epsilon = num_actions, script, script.Args().epsilon_end
+        self.num_actions, self.epsilon = num_actions, script.Args().epsilon_end
         self.network = script.QNetwork(*obs_shape, num_actions)
 
     def draw_noise(self, rows: int) -> Tensor:
@@ -112,7 +130,7 @@ class EpsilonGreedy(nn.Module):
         return torch.where(noise[:, :1] < self.epsilon, noise[:, 1:], q).argmax(1), q.amax(1)
 
     def in_numpy(self):
-        q_values = self.script.numpy_mlp(self.network.net)
+        q_values = numpy_mlp(self.network.net)
 
         def act(obs: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, ...]:
             q = q_values(obs)
@@ -139,7 +157,7 @@ class SquashedGaussian(nn.Module):
         return self.actor.center + self.actor.scale * x.tanh(), log_prob
 
     def in_numpy(self):
-        net = self.script.numpy_mlp(self.actor.net)
+        net = numpy_mlp(self.actor.net)
         center, scale, constant = (
             self.actor.center.numpy(),
             self.actor.scale.numpy(),
@@ -162,7 +180,7 @@ class Deterministic(nn.Module):
 
     def __init__(self, script: ModuleType, obs_shape: tuple[int, ...], action_dim: int):
         super().__init__()
-        self.action_dim, self.script, self.std = action_dim, script, script.Args().exploration_noise
+        self.action_dim, self.std = action_dim, script.Args().exploration_noise
         self.actor = script.Actor(*obs_shape, gym.spaces.Box(-1, 1, (action_dim,)))
 
     def draw_noise(self, rows: int) -> Tensor:
@@ -174,7 +192,7 @@ class Deterministic(nn.Module):
         return (torch.clamp(action, actor.center - actor.scale, actor.center + actor.scale),)
 
     def in_numpy(self):
-        net, center, scale = self.script.numpy_mlp(self.actor.net), self.actor.center.numpy(), self.actor.scale.numpy()
+        net, center, scale = numpy_mlp(self.actor.net), self.actor.center.numpy(), self.actor.scale.numpy()
 
         def act(obs: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, ...]:
             action = center + scale * (np.tanh(net(obs)) + np.float32(self.std) * noise)

@@ -139,6 +139,15 @@ def draw(result: dict, path: Path) -> None:
             plots.describe_axis(axis, title, "sampling speed, policy in eager PyTorch = 1", "")
 
 
+def write_summary(out: Path) -> str:
+    """Make `rollout.md` and `rollout.png` of the result in a folder; returns the Markdown."""
+    result = json.loads((out / "rollout.json").read_text())
+    text = render(result)
+    (out / "rollout.md").write_text(text)
+    draw(result, out / "rollout.png")
+    return text
+
+
 def measure(options: Options, time_limit: float, bar: tqdm, on_result: Callable[[dict], None]) -> None:
     """Measure all that checked options say; `on_result` gets the result so far after each row."""
     cases, rows = settings_of(options), []
@@ -164,9 +173,5 @@ def main(options: Options) -> None:
         except KeyboardInterrupt:
             print(f"\nstopped; what was measured before lies in {options.out}", file=sys.stderr)
             sys.exit(130)
-    result = json.loads(file.read_text())
-    text = render(result)
-    (options.out / "rollout.md").write_text(text)
-    draw(result, options.out / "rollout.png")
-    print(text)
+    print(write_summary(options.out))
     print(f"written to {options.out}: rollout.md, rollout.png, rollout.json")

@@ -79,8 +79,7 @@ def draw_bars(
 def draw_heat_map(axis, log2_ratios: np.ndarray, notes: np.ndarray, rows: list[str], columns: list[str]) -> None:
     """Ratios (rows, columns) as colours, orange below 1 and blue above, from 1/4 to 4; grey where they are NaN."""
     colours = matplotlib.colors.LinearSegmentedColormap.from_list("ratio", ["#D55E00", "#F7F7F7", "#0072B2"])
-    colours.set_bad("#DDDDDD")
-    axis.imshow(log2_ratios, cmap=colours, vmin=-2, vmax=2, aspect="auto")
+    axis.imshow(log2_ratios, cmap=colours.with_extremes(bad="#DDDDDD"), vmin=-2, vmax=2, aspect="auto")
     for (i, j), note in np.ndenumerate(notes):
         strong = np.abs(np.nan_to_num(log2_ratios[i, j])) > 1.3
         axis.text(j, i, note, ha="center", va="center", fontsize=8, color="white" if strong else "black")

@@ -1,9 +1,11 @@
-"""What every result has: where it comes from (commit, versions, machine, date; no host names or paths), and tables."""
+"""What every result has: where it comes from (command, commit, versions, machine, date; no host names), and tables."""
 
 import os
 import platform
+import shlex
 import signal
 import subprocess
+import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -50,10 +52,27 @@ def gpu_model() -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
+def portable(word: str) -> str:
+    """A word of a command line without the folders of this machine: of a path outside the repository only its name."""
+    flag, equals, value = word.rpartition("=")
+    path = Path(value)
+    if not path.is_absolute():
+        return word
+    return flag + equals + str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name)
+
+
+def command_line() -> str | None:
+    """The command of run.sh that runs here, to type it again; None in any other program."""
+    if Path(sys.argv[0]).resolve() != ROOT / "benchmarks" / "__main__.py":
+        return None
+    return shlex.join(["./run.sh", *map(portable, sys.argv[1:])])
+
+
 def provenance() -> dict:
     """What every result carries, for its JSON file."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": command_line(),
         "commit": git("rev-parse", "HEAD") or None,
         "uncommitted_changes": bool(git("status", "--porcelain", "--", "scripts", "benchmarks", "requirements")),
         "versions": package_versions(),
@@ -61,13 +80,18 @@ def provenance() -> dict:
     }
 
 
+def machine_of(source: dict) -> str:
+    """The machine of a provenance in words."""
+    machine = source["machine"]
+    return f"{machine['cores']} cores of {machine['cpu']}" + (f", {machine['gpu']}" if machine["gpu"] else "")
+
+
 def describe(source: dict) -> str:
     """One line of Markdown on a provenance."""
-    machine, versions = source["machine"], source["versions"]
-    where = f"{machine['cores']} cores of {machine['cpu']}" + (f", {machine['gpu']}" if machine["gpu"] else "")
-    what = ", ".join(f"{name} {number}" for name, number in versions.items())
+    where, what = machine_of(source), ", ".join(f"{name} {number}" for name, number in source["versions"].items())
     commit = (source["commit"] or "none")[:12] + (" with uncommitted changes" if source["uncommitted_changes"] else "")
-    return f"{source['date']}; commit {commit}; {where}; {what}."
+    how = f"; `{source['command']}`" if source.get("command") else ""  # which results of old do not have
+    return f"{source['date']}{how}; commit {commit}; {where}; {what}."
 
 
 def make_folder(folder: Path) -> None:

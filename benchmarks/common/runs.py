@@ -53,6 +53,12 @@ class Run:
         )
 
     @property
+    def commits(self) -> list[str]:
+        """The commit that the run began with and, where it was resumed, those that it went on with."""
+        resumed = [x.get("commit") for x in self.config.get("resumed", [])]
+        return list(dict.fromkeys(str(commit) for commit in [self.config.get("commit"), *resumed]))
+
+    @property
     def precision(self) -> str:
         """The flags of a run that computes more coarsely than in float32; empty for others."""
         exact = {"matmul_precision": "highest", "bf16": False}
@@ -166,6 +172,19 @@ def find_runs(folders: list[Path]) -> list[Run]:
         logs = [*folder.rglob("config.json"), *folder.rglob("metrics.jsonl")]
         found |= dict.fromkeys(sorted(path.parent.resolve() for path in logs))
     return [read_run(folder) for folder in found]
+
+
+def thin(run: Run, count: int) -> Run:
+    """The run with about so many lines, each with the mean return of a group of its lines: enough to draw its curve."""
+    index, returns, counts = run.episodes()
+    lines = []
+    for group in [x for x in np.array_split(np.arange(len(index)), count) if len(x)]:
+        last, mean = run.lines[index[group[-1]]], float(np.average(returns[group], weights=counts[group]))
+        line = {"global_step": last["global_step"], "seconds": last["seconds"]}
+        lines.append(line | {"charts/episodic_return": round(mean, 3), "charts/episodes": int(counts[group].sum())})
+    if run.steps > (lines[-1]["global_step"] if lines else 0):
+        lines.append({"global_step": run.steps, "seconds": run.seconds})  # where the curve ends
+    return replace(run, lines=lines)
 
 
 def final_return(run: Run, episodes: int = LAST_EPISODES) -> float:

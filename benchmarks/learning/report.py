@@ -5,10 +5,12 @@ its end is listed, and left out of all means.
 
 Measures: nothing; it summarizes final returns, curves and speeds over seeds, with intervals.
 Takes: seconds.
-Leaves: in --out report.md, report.json and learning_curves.png.
+Leaves: in --out report.md, report.json, learning_curves.png, and curves.json.gz, from which that can be redrawn.
 """
 
 import csv
+import glob
+import gzip
 import json
 from dataclasses import dataclass
 from itertools import product
@@ -23,17 +25,19 @@ from benchmarks.common.programs import ROOT, fail
 from benchmarks.common.results import describe, estimate, provenance, table
 
 REFERENCE = ROOT / "benchmarks" / "reference" / "scores.csv"
-MIN_SEEDS = 5  # of either side, from which on intervals are trusted to tell eager from compiled: of fewer, 20 % would
+MIN_SEEDS = 5  # from which on intervals are trusted: of fewer, 20 % would tell equals from each other
 SAME_BUDGET = 0.9  # ratio of steps from which budgets count as the same
-BINS = 50  # of a learning curve
+BINS, LINES = 50, 500  # of a learning curve: what is drawn, and what is kept
 AXES = {"global_step": "environment steps", "seconds": "wall time (s)"}
 EAGER, COMPILED = ("eager", "lean"), ("compile", "compile+cudagraphs", "cudagraphs")
 INTRODUCTION = f"""
 The return of a run is the mean training return of its last {runs.LAST_EPISODES} episodes. IQM: interquartile mean over
-the seeds, with its 95 % bootstrap interval. Verdict: where our mean lies to CleanRL's mean ± standard deviation, if the
-budget is the same. Steps/s: median over the second half of a run. Minutes: from its start, compiling included.
+the seeds, with its 95 % bootstrap interval. Verdict: whether that interval lies above or below CleanRL's mean ±
+standard deviation, if the budget is the same and there are {MIN_SEEDS} seeds or more. Steps/s: median over the second
+half of a run. Minutes: from its start, compiling included.
 """.strip()
-AGREEMENT = {True: "no difference seen", False: "they differ", None: "too few seeds"}
+SAME, TOO_FEW = "no difference seen", "too few seeds"
+AGREEMENT = {True: SAME, False: "they differ", None: TOO_FEW}
 OWN = ("env_id", "seed", "run_dir", "resume", "exp_name", "tensorboard", "track", "checkpoint_every")  # no settings
 
 
@@ -56,16 +60,31 @@ def settings(run: runs.Run) -> str:
     return json.dumps({name: value for name, value in run.args.items() if name not in OWN}, sort_keys=True)
 
 
-def verdict(mean: float, steps: int, row: dict | None) -> tuple[dict | None, str]:
-    """(published row, where our mean lies): above, within or below the published mean ± standard deviation."""
+def published_score(row: dict | None) -> dict | None:
+    """CleanRL's score in a row of the reference, as a report holds it."""
     if row is None:
-        return None, "no published score"
+        return None
     published = {"mean": float(row["mean_return"]), "std": float(row["std"] or 0), "seeds": int(row["seeds"])}
-    published |= {"total_timesteps": int(row["total_timesteps"]), "source": f"CleanRL, {row['source_in_cleanrl_repo']}"}
-    if not SAME_BUDGET <= steps / published["total_timesteps"] <= 1 / SAME_BUDGET:
-        return published, f"not comparable: {published['total_timesteps']:,} steps"
+    return published | {
+        "total_timesteps": int(row["total_timesteps"]), "source": f"CleanRL, {row['source_in_cleanrl_repo']}"
+    }  # fmt: skip
+
+
+def is_same_budget(steps: int, published: dict) -> bool:
+    return SAME_BUDGET <= steps / published["total_timesteps"] <= 1 / SAME_BUDGET
+
+
+def verdict(row: dict) -> str:
+    """Where the interval of our score lies to the published mean ± standard deviation."""
+    published = row["published"]
+    if published is None:
+        return "no published score"
+    if not is_same_budget(row["steps"], published):
+        return f"not comparable: {published['total_timesteps']:,} steps"
+    if len(row["seeds"]) < MIN_SEEDS:
+        return TOO_FEW
     low, high = published["mean"] - published["std"], published["mean"] + published["std"]
-    return published, "above" if mean > high else "below" if mean < low else "within"
+    return "above" if row["interval"][0] > high else "below" if row["interval"][1] < low else SAME
 
 
 def steady_speed(run: runs.Run) -> float:
@@ -106,8 +125,10 @@ def summarize_group(key: tuple[str, str, str], group: list[runs.Run], reference:
     row |= {"interval": interval([scores], stats.pooled_iqm), "mean": mean, "std": float(scores.std()), "steps": steps}
     row["minutes"] = float(np.median([run.seconds for run in kept]) / 60)
     row["steps_per_second"] = float(np.median([steady_speed(run) for run in kept]))
-    row["published"], row["verdict"] = verdict(mean, steps, reference.get(key[:2]))
-    row["commits"] = sorted({str(run.config.get("commit")) for run in kept})
+    row["published"] = published_score(reference.get(key[:2]))
+    row["commits"] = sorted({commit for run in kept for commit in run.commits})
+    resumed = [run for run in kept if len(run.commits) > 1]
+    row["notes"] += [f"{run.dir.name}: resumed, commits {', then '.join(run.commits)}" for run in resumed]
     row["versions"] = kept[0].config.get("versions", {})
     row["cores"], row["device"] = kept[0].config.get("cores"), kept[0].config.get("device")
     return row, kept
@@ -169,12 +190,36 @@ def draw_curves(panels: dict[tuple[str, str], dict[str, list[runs.Run]]], refere
                 draw_panel(axis, members, position)
                 plots.describe_axis(axis, f"{key[0]} on {key[1]}", x, "episode return")
                 longest = max(run.steps for kept in members.values() for run in kept)
-                published, place = verdict(0.0, longest, reference.get(key))
-                if published and not place.startswith("not"):
-                    axis.axhline(
-                        published["mean"], color="#777777", linestyle="--", linewidth=1, label="CleanRL's score"
-                    )
+                published = published_score(reference.get(key))
+                if published and is_same_budget(longest, published):
+                    style = {"color": "#777777", "linestyle": "--", "linewidth": 1}
+                    axis.axhline(published["mean"], **style, label="CleanRL's score")
                 axis.legend()
+
+
+def pack_curves(panels: dict[tuple[str, str], dict[str, list[runs.Run]]]) -> bytes:
+    """The curves behind all panels, compressed; the same curves give the same bytes."""
+    columns = ("global_step", "seconds", "charts/episodic_return", "charts/episodes")
+    curves = [
+        {"script": script, "env_id": env_id, "variant": variant, "seed": run.seed}
+        | {name: [line.get(name) for line in run.lines] for name in columns}
+        for (script, env_id), members in panels.items()
+        for variant, kept in members.items()
+        for run in kept
+    ]
+    return gzip.compress(json.dumps(curves).encode(), mtime=0)
+
+
+def unpack_curves(content: bytes) -> dict[tuple[str, str], dict[str, list[runs.Run]]]:
+    """The panels again: runs that have no more than their curves."""
+    panels = {}
+    for curve in json.loads(gzip.decompress(content)):
+        key, variant, config = (curve.pop("script"), curve.pop("env_id")), curve.pop("variant"), {}
+        config["args"] = {"seed": curve.pop("seed")}
+        rows = (dict(zip(curve, values, strict=True)) for values in zip(*curve.values(), strict=True))
+        lines = [{name: value for name, value in row.items() if value is not None} for row in rows]
+        panels.setdefault(key, {}).setdefault(variant, []).append(runs.Run(Path(), config, lines))
+    return panels
 
 
 def score_cells(row: dict) -> list[str]:
@@ -186,7 +231,7 @@ def score_cells(row: dict) -> list[str]:
     if published:
         theirs = f"{published['mean']:,.1f} ± {published['std']:,.1f} ({published['seeds']} seeds)"
     ours = [f"{row['steps']:,}", estimate(row["iqm"], row["interval"]), f"{row['mean']:,.1f} ± {row['std']:,.1f}"]
-    return [*start, *ours, theirs, row["verdict"], f"{row['steps_per_second']:,.0f}", f"{row['minutes']:.1f}"]
+    return [*start, *ours, theirs, verdict(row), f"{row['steps_per_second']:,.0f}", f"{row['minutes']:.1f}"]
 
 
 def pair_cells(pair: dict) -> list[str]:
@@ -240,21 +285,41 @@ def write_report(folders: list[Path], out: Path) -> dict:
             panels.setdefault(key[:2], {})[key[2]] = kept
     add_common_scores(rows, panels)
     report = {"provenance": provenance(), "rows": rows, "pairs": compare(rows)}
+    thinned = {
+        key: {variant: [runs.thin(run, LINES) for run in kept] for variant, kept in members.items()}
+        for key, members in panels.items()
+    }
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if panels:
-            draw_curves(panels, reference, out / "learning_curves.png")
         (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-        (out / "report.md").write_text(markdown(report))
+        (out / "curves.json.gz").write_bytes(pack_curves(thinned))
+        write_summary(out)
     except OSError as error:
         fail(f"can't write to {out}: {error.strerror}")
     return report
 
 
+def write_summary(out: Path) -> str:
+    """Make `report.md`, and `learning_curves.png` if the curves are there, of a report's data; returns the Markdown."""
+    report, curves = json.loads((out / "report.json").read_text()), out / "curves.json.gz"
+    text = markdown(report)
+    (out / "report.md").write_text(text)
+    if curves.exists() and (panels := unpack_curves(curves.read_bytes())):
+        draw_curves(panels, read_reference(), out / "learning_curves.png")
+    return text
+
+
+def expand(paths: tuple[Path, ...]) -> list[Path]:
+    """The folders; a pattern that the shell has left as it was, since it was quoted, stands for all that match it."""
+    found = {path: [] if path.exists() else sorted(map(Path, glob.glob(str(path)))) for path in paths}
+    return [folder for path in paths for folder in found[path] or [path]]
+
+
 def main(options: Options) -> None:
-    missing = [str(folder) for folder in options.runs if not folder.is_dir()]
-    if missing or not options.runs:
+    folders = [folder for folder in expand(options.runs) if folder.is_dir() or not folder.exists()]
+    missing = [str(folder) for folder in folders if not folder.is_dir()]
+    if missing or not folders:
         fail(f"there is no folder {', '.join(missing)}" if missing else "name at least one folder of runs")
-    report = write_report(list(options.runs), options.out)
+    report = write_report(folders, options.out)
     print(markdown(report))
-    print(f"written to {options.out}: report.md, report.json, learning_curves.png")
+    print(f"written to {options.out}: report.md, report.json, learning_curves.png, curves.json.gz")

@@ -1,16 +1,26 @@
-"""Write the tables of the README from the results that are committed: python -m benchmarks readme.
+"""Write all tables and figures anew from the results that are committed: ./run.sh readme.
 
-The text between the two marks is made anew; a test holds it equal to what this program makes of `benchmarks/results/`.
+A test holds the Markdown of `benchmarks/results/`, and the text between the two marks of the README, equal to what this
+program makes of the JSON.
+
+Measures: nothing.
+Takes: seconds.
+Leaves: the Markdown and the figures in benchmarks/results/, and README.md.
 """
 
 import json
+from pathlib import Path
 
 import numpy as np
 
-from benchmarks.acting import inference
+from benchmarks.acting import inference, rollout
+from benchmarks.common import plots
 from benchmarks.common.programs import ROOT, fail
-from benchmarks.common.results import describe, estimate, table
+from benchmarks.common.results import describe, estimate, machine_of, table
+from benchmarks.learning import report
+from benchmarks.pools import env_pools
 from benchmarks.pools.env_pools import milliseconds, named
+from benchmarks.throughput import throughput
 
 README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- results: made by benchmarks/tools/readme.py -->", "<!-- end of results -->"
@@ -45,19 +55,40 @@ def speed_row(result: dict) -> list[str]:
 
 
 def speed_section() -> list[str]:
-    """The table of speeds."""
-    results = load("throughput/*.json")
-    header = ["steady environment steps/s, 2 CPU cores", "SB3", "SBX", "eager", "compiled", "eager / SB3 [95 %]"]
-    header += ["compiled / SB3 [95 %]", "compiled / eager [95 %]", "first update, cold / warm (s)"]
-    header += ["compiled, of the environment alone"]
-    lines = [*table(header, [speed_row(result) for result in results]), ""]
+    """The tables of speeds, one for each machine."""
+    machines = {}
+    for result in load("throughput/*.json"):
+        machines.setdefault(machine_of(result["provenance"]), []).append(result)
+    lines = []
+    for machine, results in machines.items():
+        header = [f"steady environment steps/s, {machine}", "SB3", "SBX", "eager", "compiled", "eager / SB3 [95 %]"]
+        header += ["compiled / SB3 [95 %]", "compiled / eager [95 %]", "first update, cold / warm (s)"]
+        header += ["compiled, of the environment alone"]
+        lines += [*table(header, [speed_row(result) for result in results]), ""]
     lines += ["All contestants in interleaved rounds of fresh processes, with the same hyperparameters, networks,"]
     lines += ["threads and `--matmul-precision`; beside `--bf16` the peers stay in float32, as they have no such flag."]
     lines += ["[Everything that was measured](benchmarks/results/throughput/throughput.md), with peak memory, the time"]
-    lines += [
-        "of each part and LeanRL's published figures. The environment alone takes random actions, without a pause."
-    ]
-    lines += [*sources(results), ""]
+    lines += ["of each part and LeanRL's published figures. The environment alone takes random actions, and no pause."]
+    return [*lines, *sources([result for results in machines.values() for result in results]), ""]
+
+
+def gpu_section() -> list[str]:
+    """The table of what was measured on a GPU: speeds, and whether the compiled files compute the same."""
+    lines, found = [], [result for results in load("gpu/speed.json") for result in results]
+    same = next(iter(load("gpu/parity.json")), {})
+    names = list(dict.fromkeys(name for result in found for name in result["contestants"]))
+    rows = []
+    for result in found:
+        known = {name: x["steps_per_second"] for name, x in result["contestants"].items() if "steps_per_second" in x}
+        gains = {x["of"]: estimate(x["ratio"], x["interval"], ".1f") for x in result["ratios"]}
+        equal = [x["equal"] for x in same.get(result["script"], {}).values()]
+        rows.append([f"`{result['script']}`, {result['env_id']}"])
+        rows[-1] += [f"{known[name]:,.0f}" if name in known else "-" for name in names]
+        rows[-1] += [gains.get("compile+cudagraphs", "-"), f"{sum(equal)} of {len(equal)}" if equal else "-"]
+    if found:
+        header = [f"steady environment steps/s, {machine_of(found[0]['provenance'])}", *map(plots.label, names)]
+        header += ["compile+cudagraphs / eager [95 %]", "variants that compute what eager does"]
+        lines = [*table(header, rows), "", *sources(found), ""]
     return lines
 
 
@@ -109,10 +140,10 @@ def plural(number: int, noun: str) -> str:
     return f"{number} {noun}" + "s" * (number != 1)
 
 
-def learning_rows(report: dict) -> list[list[str]]:
+def learning_rows(summary: dict) -> list[list[str]]:
     """Cells of each environment and precision of a report: eager and compiled beside CleanRL."""
     groups = {}
-    for row in report["rows"]:
+    for row in summary["rows"]:
         variant, _, flags = row["variant"].partition(" ")
         groups.setdefault((row["script"], row["env_id"], flags), {})[variant] = row
     cells = []
@@ -123,7 +154,7 @@ def learning_rows(report: dict) -> list[list[str]]:
         published = known["published"]
         measured = [variants.get("eager"), variants.get("compile")]
         scores = [
-            f"{estimate(x['iqm'], x['interval'], ',.0f')}, {plural(len(x['seeds']), 'seed')}, {x['verdict']}"
+            f"{estimate(x['iqm'], x['interval'], ',.0f')}, {plural(len(x['seeds']), 'seed')}, {report.verdict(x)}"
             if x and x["seeds"]
             else "-"
             for x in measured
@@ -136,14 +167,15 @@ def learning_rows(report: dict) -> list[list[str]]:
 
 def learning_section() -> list[str]:
     """The table of returns."""
-    reports = load("learning/*/report.json")
+    summaries = load("learning/*/report.json")
     header = ["return of the last 100 training episodes", "steps", "eager: IQM [95 %]", "compiled: IQM [95 %]"]
     header += ["CleanRL, mean ± std"]
-    lines = [*table(header, [row for report in reports for row in learning_rows(report)]), ""]
-    lines += ["Above, within, below: our mean beside CleanRL's interval. Curves, scores of each seed, commits:"]
+    lines = [*table(header, [row for summary in summaries for row in learning_rows(summary)]), ""]
+    lines += ["Above, below: our interval beside CleanRL's mean ± std. Curves, scores of each seed, commits:"]
     folders = sorted(path.parent.name for path in RESULTS.glob("learning/*/report.json"))
     links = [f"[{name}](benchmarks/results/learning/{name}/report.md)" for name in folders]
-    return [*lines, ", ".join(links) + ".", ""]
+    commits = {commit[:12] for summary in summaries for row in summary["rows"] for commit in row.get("commits", [])}
+    return [*lines, ", ".join(links) + ".", f"Commits of the runs: {', '.join(sorted(commits))}.", ""]
 
 
 def pool_section() -> list[str]:
@@ -171,11 +203,24 @@ def render(text: str) -> str:
     """The README with its results made anew."""
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
-    sections = [*speed_section(), *learning_section(), *inference_section(), *rollout_section(), *pool_section()]
-    return "\n".join([before + BEGIN, "", *sections, END + after])
+    sections = [*speed_section(), *gpu_section(), *learning_section(), *inference_section(), *rollout_section()]
+    return "\n".join([before + BEGIN, "", *sections, *pool_section(), END + after])
+
+
+def write_summaries(results: Path) -> None:
+    """Write the Markdown and the figures below a folder of results."""
+    rooms = {"throughput": throughput, "inference": inference, "rollout": rollout, "env_pools": env_pools}
+    for name, room in rooms.items():
+        room.write_summary(results / name)
+    for path in sorted(results.glob("**/report.json")):
+        report.write_summary(path.parent)
 
 
 def main(flags: list[str]) -> None:
+    if {"-h", "--help"} & set(flags):
+        print(__doc__)
+        return
     if flags:
         fail("readme takes no flags")
+    write_summaries(RESULTS)
     README.write_text(render(README.read_text()))
