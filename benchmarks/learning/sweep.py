@@ -2,7 +2,8 @@
 
 Every run is a fresh process with a folder of its own under OUT/runs and its output under OUT/output. The journal,
 OUT/journal.jsonl, gets a line when a run starts and when it ends, at once on disk: whatever ends the sweep, --resume
-goes on without repeating a finished run; failed and broken-off runs start anew.
+(with --out, if it was given) goes on with what it was to do, without repeating a finished run; failed and broken-off
+runs start anew.
 
 Measures: what each run learns, and how long it takes; `./run.sh report` says how it is summarized.
 Takes: as long as the runs that it announces, divided by --jobs; at the defaults about an hour on two cores.
@@ -17,7 +18,7 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from benchmarks.common.results import make_folder, stop_by_exception
 from benchmarks.learning import report
 
 TAIL = 8192  # bytes at the end of a log in which its last whole line is found
+PLAN = ("scripts", "variants", "seeds", "env_ids", "total_timesteps", "flags")  # options that say what the runs are
 
 
 @dataclass
@@ -50,7 +52,7 @@ class Options:
     jobs: int = 1  # runs side by side, each on its own share of the CPU cores
     timeout: float = 14_400.0  # seconds after which a run is ended and counts as failed
     flags: str = ""  # more flags for all runs, as in --flags="--num-envs 8"
-    resume: bool = False  # go on with the sweep in OUT
+    resume: bool = False  # go on with the sweep in OUT, as it was begun
     out: Path = Path("runs/sweep")  # folder of the sweep
 
 
@@ -64,10 +66,13 @@ class Job:
 
 
 class Journal:
-    """What was started and how it ended, a line each, written through to the disk before anything else happens."""
+    """What was started and how it ended, a line each, written through to the disk before anything else happens.
+
+    Its first line holds the settings of the sweep, which stay what they were when it is resumed.
+    """
 
     def __init__(self, path: Path, settings: dict, resume: bool):
-        self.path, self.states, self.file = path, {}, path.open("a")
+        self.path, self.states, self.settings, self.file = path, {}, settings, path.open("a")
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -75,11 +80,10 @@ class Journal:
         lines = read_journal(path)
         if lines and not resume:
             fail(f"{path.parent} holds a sweep; --resume goes on with it, --out names another folder")
-        if lines and lines[0] != {"settings": settings}:
-            fail(f"the sweep in {path.parent} was started with {json.dumps(lines[0].get('settings'))}")
         for line in lines[1:]:
             self.states[line["run"]] = line["state"]
         if lines:
+            self.settings = lines[0]["settings"]
             self.file.write("\n")  # the last line may have been cut off
         else:
             self.write({"settings": settings})
@@ -108,13 +112,41 @@ def read_journal(path: Path) -> list[dict]:
     return lines
 
 
+def settings_of(options: Options) -> dict:
+    """What the runs are, as the journal holds it, with nothing left open."""
+    settings = {name: getattr(options, name) for name in PLAN}
+    settings["scripts"] = settings["scripts"] or pairs()
+    settings["variants"] = settings["variants"] or default_variants()
+    return json.loads(json.dumps(settings))
+
+
+def resumed(options: Options, saved: dict) -> Options:
+    """The options of the sweep that is resumed; one that is given and says something else is refused."""
+    defaults = Options()
+    for name in PLAN:
+        given = json.loads(json.dumps(getattr(options, name)))
+        if getattr(options, name) != getattr(defaults, name) and given != saved[name]:
+            flag = f"--{name.replace('_', '-')}"
+            fail(f"{flag}: a resumed sweep keeps its settings, {json.dumps(saved[name])}; leave this flag out")
+    return replace(options, **{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
+
+
+def announcement(options: Options, jobs: list[Job], journal: Journal) -> str:
+    """What is going to be run, in a line."""
+    counts = {"script": options.scripts, "environment": options.env_ids, "variant": options.variants}
+    counts["seed"] = options.seeds
+    factors = [f"{len(x)} {noun}{'s' * (len(x) != 1)}" for noun, x in counts.items() if x]
+    done = sum(journal.states.get(job.name) == "finished" for job in jobs)
+    text = f"{' x '.join(factors)} = {len(jobs)} runs of {options.total_timesteps:,} steps, {options.jobs} at a time"
+    return text + f"; {done} of them finished before" * (done > 0)
+
+
 def plan(options: Options) -> list[Job]:
     """All runs in their order: seed by seed, so that a sweep broken off has some of everything."""
     jobs = []
-    scripts, variants = options.scripts or pairs(), options.variants or default_variants()
-    for seed, script in product(options.seeds, scripts):
+    for seed, script in product(options.seeds, options.scripts):
         own = load_script(SCRIPTS / f"{script}.py").Args.env_id
-        for env_id, variant in product(options.env_ids or (own,), variants):
+        for env_id, variant in product(options.env_ids or (own,), options.variants):
             name = f"{env_id}__{script}__{variant}__{seed}".replace("/", "_").replace(":", "_")
             flags = ["--seed", seed, "--env-id", env_id, "--total-timesteps", options.total_timesteps]
             folder = ["--run-dir", (options.out / "runs" / name).resolve()]
@@ -204,20 +236,24 @@ def check(options: Options) -> None:
             fail(f"--{name.replace('_', '-')} must be more than 0")
     if not options.seeds:
         fail("--seeds: name at least one")
+    if options.resume and not read_journal(options.out / "journal.jsonl"):
+        fail(f"there is no sweep in {options.out} to go on with")
     for folder in ("runs", "output"):
         make_folder(options.out / folder)
 
 
 def main(options: Options) -> int:
     check(options)
-    settings = {"total_timesteps": options.total_timesteps, "flags": options.flags}
-    journal = Journal(options.out / "journal.jsonl", settings, options.resume)
+    journal = Journal(options.out / "journal.jsonl", settings_of(options), options.resume)
+    options = resumed(options, journal.settings)
     jobs = plan(options)
+    print(announcement(options, jobs, journal), file=sys.stderr)
     stop_by_exception()
     try:
         run_all(jobs, options, journal)
     except KeyboardInterrupt:
-        print(f"\nstopped; the same command with --resume goes on with {options.out}", file=sys.stderr)
+        out = "" if options.out == Options.out else f" --out {options.out}"
+        print(f"\nstopped; to go on: ./run.sh sweep --resume{out}", file=sys.stderr)
         return 130
     failed = [job for job in jobs if journal.states[job.name] == "failed"]
     if len(failed) < len(jobs):
