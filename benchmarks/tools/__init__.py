@@ -1,7 +1,7 @@
 """A first run, a look at a run, at a pair, and the tables of the README.
 
 - `demo`: the command: two minutes of training, with a learning curve at the end.
-- `evaluate`: the command: plays the deterministic policy of a run.
+- `evaluate`: the command: plays the deterministic policy of a run; `follow`, while it trains; `play` is how.
 - `diff`: the command: what a pair differs in, hunk by hunk, each with its reason.
 - `readme`: writes the tables of the README from the committed results.
 """
