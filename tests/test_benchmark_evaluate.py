@@ -120,22 +120,37 @@ def evaluations(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "evaluation.jsonl").read_text().splitlines()]
 
 
-def test_a_run_is_followed_until_it_has_ended(tmp_path):
+@pytest.fixture
+def start():
+    """A function that starts a program, which is ended with the test at the latest."""
+    processes = []
+
+    def call(*command, **options) -> subprocess.Popen:
+        program = [sys.executable, *map(str, command)]
+        processes.append(subprocess.Popen(program, cwd=ROOT, stderr=subprocess.DEVNULL, text=True, **options))
+        return processes[-1]
+
+    yield call
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_a_run_is_followed_until_it_has_ended(tmp_path, start):
     """From its first checkpoint to its last, in a process beside that of the training."""
     folder = tmp_path / "run"
-    flags = [*toy_flags("ppo", total=200_000), "--checkpoint-every=2000", f"--run-dir={folder}"]
-    training = subprocess.Popen([sys.executable, SCRIPTS / "ppo.py", *flags], stderr=subprocess.DEVNULL)
+    flags = [*toy_flags("ppo", total=10**8), "--checkpoint-every=2000", f"--run-dir={folder}"]
+    training = start(SCRIPTS / "ppo.py", *flags)
     while not (folder / "metrics.jsonl").exists():
         assert training.poll() is None
         time.sleep(0.05)
     assert follow.is_running(folder)
-    command = [sys.executable, "-m", "benchmarks", "evaluate", str(folder), "--follow", "--episodes", "2"]
-    following = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    following = start("-m", "benchmarks", "evaluate", folder, "--follow", "--episodes", 2, stdout=subprocess.PIPE)
     while not (folder / "evaluation.jsonl").exists() or len(evaluations(folder)) < 2:
         assert training.poll() is None and following.poll() is None
         time.sleep(0.05)
     training.send_signal(signal.SIGINT)
-    output, _ = following.communicate(timeout=60)
+    output, _ = following.communicate(timeout=120)
     assert training.wait() == 130 and following.returncode == 0 and not follow.is_running(folder)
     lines = evaluations(folder)
     steps = [line["global_step"] for line in lines]

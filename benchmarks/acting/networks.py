@@ -6,7 +6,6 @@ log-probability or no value to act by, its function gives what it has.
 """
 
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 
 import gymnasium as gym
@@ -20,19 +19,8 @@ NO_NUMPY = "a CNN has no NumPy version"
 
 
 def numpy_mlp(net: nn.Sequential) -> Callable[[np.ndarray], np.ndarray]:
-    """The function of an MLP on NumPy arrays (B, inputs) -> (B, outputs).
-
-    It reads the memory of the module's parameters, which must be on the CPU, and follows when these change in place.
-    """
-    activation = {nn.Tanh: np.tanh, nn.ReLU: partial(np.maximum, np.float32(0))}[type(net[1])]
-    *hidden, (last_weight, last_bias) = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in net[::2]]
-
-    def forward(x: np.ndarray) -> np.ndarray:
-        for weight, bias in hidden:
-            x = activation(x.dot(weight) + bias)  # of arrays this small, `@` takes half a microsecond more
-        return x.dot(last_weight) + last_bias
-
-    return forward
+    """The function of an MLP on NumPy arrays (B, inputs) -> (B, outputs), as PPO's script has it for collecting."""
+    return load_script(SCRIPTS / "ppo.py").numpy_mlp(net)
 
 
 def gumbel_noise(rows: int, columns: int) -> Tensor:
