@@ -30,14 +30,15 @@ from tqdm import tqdm
 from benchmarks.acting import inference, rollout
 from benchmarks.acting.networks import NETWORKS
 from benchmarks.common import plots, processes, turns
-from benchmarks.common.programs import check_known, command, endless_flags, fail, pairs
+from benchmarks.common.programs import check_known, check_positive, command, endless_flags, fail, pairs
 from benchmarks.common.results import (
     describe,
     estimate,
     make_folder,
     provenance,
-    stop_by_exception,
+    stoppable,
     table,
+    write_json,
     write_whole,
 )  # fmt: skip
 from benchmarks.throughput import device_use, gpu_speed, leanrl, parity, throughput
@@ -104,7 +105,7 @@ class Report:
         self.status[part] = status
         if lines is not None:
             self.lines[part] = lines
-            write_whole(self.out / f"{part}.json", json.dumps(results, indent=1) + "\n")
+            write_json(self.out / f"{part}.json", results)
         text = [f"# {self.title}", "", describe(self.provenance), ""]
         text += [*table(["part", "status"], [list(x) for x in self.status.items()]), ""]
         text += [line for own in self.lines.values() for line in own]
@@ -294,10 +295,7 @@ STAGES: dict[str, dict[str, tuple[Callable[[Task], None], float]]] = {
 def check(options: Options) -> list[str]:
     """Refuse what can't work; returns the pairs to measure, the most important first."""
     check_known("script", options.scripts, pairs())
-    if options.time_limit <= 0:
-        fail("--time-limit must be more than 0")
-    if options.memory_gib is not None and options.memory_gib <= 0:
-        fail("--memory-gib must be more than 0")
+    check_positive(options, "time_limit", "memory_gib")
     if options.leanrl is not None and not options.leanrl.is_dir():
         fail(f"--leanrl: there is no folder {options.leanrl}")
     missing = [name for name in NEEDED if find_spec(name) is None]
@@ -323,7 +321,7 @@ def run_part(name: str, part: Callable[[Task], None], task: Task) -> None:
         status = "done"
     except KeyboardInterrupt:
         task.report.write(name, f"stopped, {task.report.status[name]}")
-        sys.exit(130)
+        raise
     except (Exception, SystemExit) as error:
         status = f"failed: {no_bars(turns.describe_error(error))}"
     task.report.write(name, f"{status}, {time.perf_counter() - begin:.0f} s")
@@ -333,10 +331,9 @@ def main(options: Options) -> None:
     started, scripts = time.perf_counter(), check(options)
     options.leanrl = options.leanrl and options.leanrl.resolve()  # programs run in the root of the repository
     plan, report = TOY if options.dry_run else Plan(), Report(options.out, options.stage, options.dry_run)
-    stop_by_exception()
     if options.memory_gib is not None:
         os.environ["MEMORY_GIB"] = str(options.memory_gib)
-    with tempfile.TemporaryDirectory() as folder:
+    with stoppable(f"what was measured before lies in {options.out}"), tempfile.TemporaryDirectory() as folder:
         for name, (part, share) in STAGES[options.stage].items():
             now, work = time.perf_counter(), Path(folder, name)
             work.mkdir()

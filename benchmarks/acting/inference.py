@@ -16,7 +16,6 @@ Leaves: in --out a JSON file for each network and device and, of all that lie th
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,8 +29,8 @@ from benchmarks.acting.inference_worker import TOLERANCE
 from benchmarks.acting.networks import NETWORKS
 from benchmarks.acting.paths import path_names
 from benchmarks.common import plots, turns
-from benchmarks.common.programs import check_known, fail
-from benchmarks.common.results import describe, make_folder, provenance, stop_by_exception, table, write_whole
+from benchmarks.common.programs import check_known, check_positive, fail
+from benchmarks.common.results import describe, make_folder, provenance, stoppable, table, write_json
 
 NOISE = "eager"  # the path that is measured against itself: what it gains is the error of all the others
 SMOKE_PATHS = ("eager", "aot_eager", "inductor", "numpy")
@@ -77,9 +76,7 @@ def check(options: Options) -> Options:
     check_known("path", options.paths, list(known))
     if "cuda" in devices and not torch.cuda.is_available():
         fail("--devices cuda: PyTorch finds no CUDA device here")
-    for name in ("threads", "seconds", "timeout", "time_limit"):
-        if getattr(options, name) <= 0:
-            fail(f"--{name.replace('_', '-')} must be more than 0")
+    check_positive(options, "threads", "seconds", "timeout", "time_limit")
     if not options.batch_sizes or min(options.batch_sizes) < 1:
         fail("--batch-sizes must be 1 or more")
     make_folder(options.out)
@@ -219,17 +216,12 @@ def write_summary(out: Path) -> str:
 
 def main(options: Options) -> None:
     started, options = time.perf_counter(), check(options)
-    stop_by_exception()
 
     def on_result(result: dict) -> None:
-        name = f"{result['network']}.{result['device']}.json"
-        write_whole(options.out / name, json.dumps(result, indent=1) + "\n")
+        write_json(options.out / f"{result['network']}.{result['device']}.json", result)
 
-    with tqdm(unit="path", disable=None) as bar:
-        try:
-            measure(options, options.time_limit - (time.perf_counter() - started), bar, on_result)
-        except KeyboardInterrupt:
-            print(f"\nstopped; the networks that were finished before lie in {options.out}", file=sys.stderr)
-            sys.exit(130)
+    kept = f"the networks that were finished before lie in {options.out}"
+    with stoppable(kept), tqdm(unit="path", disable=None) as bar:
+        measure(options, options.time_limit - (time.perf_counter() - started), bar, on_result)
     print(write_summary(options.out))
     print(f"written to {options.out}: inference.md, inference.png and a JSON file for each network and device")

@@ -12,7 +12,6 @@ Leaves: in --out rollout.json, rollout.md and rollout.png.
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,8 +22,8 @@ from tqdm import tqdm
 
 from benchmarks.acting.rollout_worker import ACTORS, FAMILIES
 from benchmarks.common import plots, turns
-from benchmarks.common.programs import check_known, fail
-from benchmarks.common.results import describe, estimate, make_folder, provenance, stop_by_exception, table, write_whole
+from benchmarks.common.programs import check_known, check_positive, fail
+from benchmarks.common.results import describe, estimate, make_folder, provenance, stoppable, table, write_json
 
 BACKENDS = ("gymnasium", "gymnasium-sync", "envpool")
 
@@ -60,9 +59,7 @@ def check(options: Options) -> Options:
     check_known("family", options.families, list(FAMILIES))
     if options.device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda: PyTorch finds no CUDA device here")
-    for name in ("threads", "seconds", "timeout", "time_limit"):
-        if getattr(options, name) <= 0:
-            fail(f"--{name.replace('_', '-')} must be more than 0")
+    check_positive(options, "threads", "seconds", "timeout", "time_limit")
     if not options.num_envs or min(options.num_envs) < 1:
         fail("--num-envs must be 1 or more")
     elsewhere = ("ort", "numpy") if options.device == "cuda" else ("cudagraphs",)
@@ -164,14 +161,9 @@ def measure(options: Options, time_limit: float, bar: tqdm, on_result: Callable[
 
 def main(options: Options) -> None:
     started, options = time.perf_counter(), check(options)
-    stop_by_exception()
-    file = options.out / "rollout.json"
-    with tqdm(unit="actor", disable=None) as bar:
-        try:
-            left = options.time_limit - (time.perf_counter() - started)
-            measure(options, left, bar, lambda result: write_whole(file, json.dumps(result, indent=1) + "\n"))
-        except KeyboardInterrupt:
-            print(f"\nstopped; what was measured before lies in {options.out}", file=sys.stderr)
-            sys.exit(130)
+    file, kept = options.out / "rollout.json", f"what was measured before lies in {options.out}"
+    with stoppable(kept), tqdm(unit="actor", disable=None) as bar:
+        left = options.time_limit - (time.perf_counter() - started)
+        measure(options, left, bar, lambda result: write_json(file, result))
     print(write_summary(options.out))
     print(f"written to {options.out}: rollout.md, rollout.png, rollout.json")

@@ -48,6 +48,13 @@ def check_known(kind: str, names: list[str] | tuple[str, ...], known: list[str])
         fail(f"no {kind} {', '.join(unknown)}; there are {', '.join(known)}")
 
 
+def check_positive(options, *names: str) -> None:
+    """Refuse options that must be more than 0 and are not."""
+    for name in names:
+        if (value := getattr(options, name)) is not None and value <= 0:
+            fail(f"--{name.replace('_', '-')} must be more than 0")
+
+
 def default_variants() -> list[str]:
     """The variants worth running here: CUDA graphs only where there is CUDA."""
     import torch

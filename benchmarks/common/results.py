@@ -1,11 +1,14 @@
 """What every result has: where it comes from (command, commit, versions, machine, date; no host names), and tables."""
 
+import json
 import os
 import platform
 import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -109,11 +112,25 @@ def write_whole(path: Path, content: str | bytes) -> None:
     beside.replace(path)
 
 
-def stop_by_exception() -> None:
-    """Let Ctrl-C and SIGTERM end the program by KeyboardInterrupt, and no thread of tqdm's be there when it forks."""
+def write_json(path: Path, content) -> None:
+    """Write a JSON file, whole at any moment."""
+    write_whole(path, json.dumps(content, indent=1) + "\n")
+
+
+@contextmanager
+def stoppable(kept: str) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end what is within by KeyboardInterrupt, and then the program, which says what is kept.
+
+    No thread of tqdm's is to be there when it forks.
+    """
     tqdm.monitor_interval = 0
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"\nstopped; {kept}", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def table(header: list[str], rows: list[list]) -> list[str]:

@@ -22,7 +22,7 @@ import tyro
 
 from benchmarks.common import plots, runs, stats
 from benchmarks.common.programs import ROOT, fail
-from benchmarks.common.results import describe, estimate, provenance, table
+from benchmarks.common.results import describe, estimate, provenance, table, write_json
 
 REFERENCE = ROOT / "benchmarks" / "reference" / "scores.csv"
 MIN_SEEDS = 5  # from which on intervals are trusted: of fewer, 20 % would tell equals from each other
@@ -291,7 +291,7 @@ def write_report(folders: list[Path], out: Path) -> dict:
     }
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        write_json(out / "report.json", report)
         (out / "curves.json.gz").write_bytes(pack_curves(thinned))
         write_summary(out)
     except OSError as error:

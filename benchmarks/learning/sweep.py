@@ -29,13 +29,14 @@ from benchmarks.common.programs import (
     SCRIPTS,
     Variant,
     check_known,
+    check_positive,
     command,
     default_variants,
     fail,
     load_script,
     pairs,
 )
-from benchmarks.common.results import make_folder, stop_by_exception
+from benchmarks.common.results import make_folder, stoppable
 from benchmarks.learning import report
 
 TAIL = 8192  # bytes at the end of a log in which its last whole line is found
@@ -231,9 +232,7 @@ def run_all(jobs: list[Job], options: Options, journal: Journal) -> None:
 def check(options: Options) -> None:
     """Refuse what can't work."""
     check_known("script", options.scripts, pairs())
-    for name in ("jobs", "timeout", "total_timesteps"):
-        if getattr(options, name) <= 0:
-            fail(f"--{name.replace('_', '-')} must be more than 0")
+    check_positive(options, "jobs", "timeout", "total_timesteps")
     if not options.seeds:
         fail("--seeds: name at least one")
     if options.resume and not read_journal(options.out / "journal.jsonl"):
@@ -248,13 +247,9 @@ def main(options: Options) -> int:
     options = resumed(options, journal.settings)
     jobs = plan(options)
     print(announcement(options, jobs, journal), file=sys.stderr)
-    stop_by_exception()
-    try:
+    out = "" if options.out == Options.out else f" --out {options.out}"
+    with stoppable(f"to go on: ./run.sh sweep --resume{out}"):
         run_all(jobs, options, journal)
-    except KeyboardInterrupt:
-        out = "" if options.out == Options.out else f" --out {options.out}"
-        print(f"\nstopped; to go on: ./run.sh sweep --resume{out}", file=sys.stderr)
-        return 130
     failed = [job for job in jobs if journal.states[job.name] == "failed"]
     if len(failed) < len(jobs):
         result = report.write_report([options.out / "runs"], options.out / "report")

@@ -28,8 +28,8 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.common import plots, processes, runs, steady
-from benchmarks.common.programs import ROOT, SCRIPTS, fail
-from benchmarks.common.results import describe, make_folder, provenance, stop_by_exception, table, write_whole
+from benchmarks.common.programs import ROOT, SCRIPTS, check_positive, fail
+from benchmarks.common.results import describe, make_folder, provenance, stoppable, table, write_json
 from benchmarks.pools import models as pool_models
 from benchmarks.pools import peers as pool_peers
 from benchmarks.pools.sleeping import CHANCE, STEP, TAIL, Sleeping
@@ -415,9 +415,7 @@ def write_summary(out: Path) -> str:
 
 def check(options: Options) -> None:
     """Refuse what can't work."""
-    for name in ("rounds", "seconds", "minute"):
-        if getattr(options, name) <= 0:
-            fail(f"--{name} must be more than 0")
+    check_positive(options, "rounds", "seconds", "minute")
     if any(size <= 0 or size % 6 for size in options.sizes):
         fail("--sizes must be multiples of 6, so that workers of 2 and of 3 environments come out even")
     make_folder(options.out)
@@ -429,14 +427,10 @@ def main(options: Options) -> None:
     tasks = {} if "sleeping" not in options.parts else tasks
     others = {"rllib": measure_rllib, "overhead": measure_overhead, "split": measure_split, "killed": measure_killed}
     tasks |= {part: others[part] for part in options.parts if part in others}
-    stop_by_exception()
-    for name, task in tasks.items():
-        try:
+    with stoppable(f"the parts that were finished before lie in {options.out}"):
+        for name, task in tasks.items():
             result = task(options) | {"rounds": options.rounds, "provenance": provenance()}
-        except KeyboardInterrupt:
-            print(f"\nstopped during {name}; what was finished before lies in {options.out}", file=sys.stderr)
-            sys.exit(130)
-        write_whole(options.out / f"{name}.json", json.dumps(result, indent=1) + "\n")
-        text = write_summary(options.out)
+            write_json(options.out / f"{name}.json", result)
+            text = write_summary(options.out)
     print(text)
     print(f"written to {options.out}: env_pools.md, env_pools.png, {', '.join(f'{name}.json' for name in tasks)}")

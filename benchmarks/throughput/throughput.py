@@ -32,6 +32,7 @@ from benchmarks.common.programs import (
     VARIANTS,
     Variant,
     check_known,
+    check_positive,
     command,
     default_variants,
     fail,
@@ -46,9 +47,9 @@ from benchmarks.common.results import (
     gpu_model,
     make_folder,
     provenance,
-    stop_by_exception,
+    stoppable,
     table,
-    write_whole,
+    write_json,
 )
 from benchmarks.throughput import device_use
 from benchmarks.throughput.ceilings import SECTIONS
@@ -314,9 +315,7 @@ def write_summary(out: Path) -> str:
 def check(options: Options) -> list[str]:
     """Refuse what can't work; returns the scripts to measure."""
     check_known("script", options.scripts, pairs())
-    for name in ("rounds", "seconds", "window", "timeout"):
-        if getattr(options, name) <= 0:
-            fail(f"--{name} must be more than 0")
+    check_positive(options, "rounds", "seconds", "window", "timeout")
     absent = [peer for peer in options.peers if importlib.util.find_spec(PEERS[peer]) is None]
     if absent:
         fail(f"{', '.join(absent)} not installed: pip install -r requirements/requirements-benchmark.txt")
@@ -328,15 +327,10 @@ def main(options: Options) -> None:
     scripts = check(options)
     variants = len(options.variants or default_variants())
     total = options.rounds * (variants + len(options.peers)) + options.ceilings * (variants + 1)
-    stop_by_exception()
-    with tqdm(total=total * len(scripts), unit="run") as bar:
+    kept = f"the scripts that were finished before lie in {options.out}"
+    with stoppable(kept), tqdm(total=total * len(scripts), unit="run") as bar:
         for script in scripts:
-            try:
-                result = measure_script(script, options, bar)
-            except KeyboardInterrupt:
-                print(f"\nstopped during {script}; what was finished before lies in {options.out}", file=sys.stderr)
-                sys.exit(130)
-            write_whole(options.out / f"{file_name(script, options.flags)}.json", json.dumps(result, indent=1) + "\n")
+            write_json(options.out / f"{file_name(script, options.flags)}.json", measure_script(script, options, bar))
             text = write_summary(options.out)
     print(text)
     names = ", ".join(f"{file_name(script, options.flags)}.json" for script in scripts)

@@ -22,7 +22,7 @@ import numpy as np
 import tyro
 
 from benchmarks.common.programs import fail
-from benchmarks.common.results import stop_by_exception
+from benchmarks.common.results import stoppable
 from benchmarks.tools import follow, play
 
 DRAWN_BY_PYGAME = {"classic_control", "toy_text", "box2d"}  # kinds of Gymnasium's environments
@@ -96,16 +96,11 @@ def evaluate(options: Options) -> list[float]:
     return returns
 
 
-def main(options: Options) -> int | None:
+def main(options: Options) -> None:
     if not options.follow:
         evaluate(options)
-        return None
+        return
     if options.video is not None or options.episodes < 1:
         fail("--follow films nothing, and plays one episode or more")
-    stop_by_exception()
-    try:
+    with stoppable(f"what was played is in {options.run_dir / 'evaluation.jsonl'}"):
         follow.follow(options.run_dir, options.script, options.episodes, options.seed)
-    except KeyboardInterrupt:
-        print(f"\nstopped; what was played is in {options.run_dir / 'evaluation.jsonl'}", file=sys.stderr)
-        return 130
-    return None
