@@ -40,7 +40,7 @@ from benchmarks.common.results import (
     table,
     write_json,
     write_whole,
-)  # fmt: skip
+)
 from benchmarks.throughput import device_use, gpu_speed, leanrl, parity, throughput
 
 FIRST = ("ppo_continuous_action", "sac_continuous_action", "td3_continuous_action", "ppo_atari_envpool", "dqn", "ppo")
@@ -225,6 +225,21 @@ def contestants_of(task: Task, script: str) -> dict[str, gpu_speed.Contestant]:
     return contestants
 
 
+def one_by_one(task: Task, things: list[str], measure: Callable[[str, float], None]) -> None:
+    """Measure things one after the other, each within its share of what is left of the time.
+
+    One that fails leaves the others alone; all failures are told at the end.
+    """
+    failures = []
+    for i, thing in enumerate(things):
+        try:
+            measure(thing, task.share(i, len(things)))
+        except (Exception, SystemExit) as error:
+            failures.append(f"{thing}: {turns.describe_error(error)}")
+    if failures:
+        raise RuntimeError("; ".join(failures))
+
+
 def measure_speeds(task: Task) -> None:
     """The pairs one after the other."""
     results = {}
@@ -234,10 +249,12 @@ def measure_speeds(task: Task) -> None:
         status = f"running: {len(results)} of {len(task.scripts)}"
         task.report.write("speed", status, speed_lines(list(results.values())), list(results.values()))
 
-    for i, script in enumerate(task.scripts):
-        contestants, seconds = contestants_of(task, script), task.share(i, len(task.scripts))
+    def measure(script: str, seconds: float) -> None:
+        contestants = contestants_of(task, script)
         gpu_speed.measure(script, contestants, task.plan.device, task.plan.rounds, seconds, on_change)
         task.report.draw("speed", throughput.draw, list(results.values()))
+
+    one_by_one(task, task.scripts, measure)
 
 
 def measure_inference(task: Task) -> None:
@@ -251,12 +268,12 @@ def measure_inference(task: Task) -> None:
         task.report.write("inference", f"running: {len(results)} of {len(networks)}", lines, results)
         task.report.draw("inference", inference.draw, results)
 
-    for i, network in enumerate(networks):
-        options = inference.Options(
-            networks=(network,), devices=(task.plan.device,), out=task.work, **task.plan.inference
-        )
-        seconds = task.share(i, len(networks))
-        inference.measure(inference.check(options), seconds, tqdm(disable=True), on_result)
+    def measure(network: str, seconds: float) -> None:
+        where = {"networks": (network,), "devices": (task.plan.device,), "out": task.work}
+        options = inference.check(inference.Options(**where, **task.plan.inference))
+        inference.measure(options, seconds, tqdm(disable=True), on_result)
+
+    one_by_one(task, networks, measure)
 
 
 def measure_device_use(task: Task) -> None:
@@ -264,13 +281,15 @@ def measure_device_use(task: Task) -> None:
     file, uses = task.report.out / "speed.json", {}
     speeds = json.loads(file.read_text()) if file.exists() else []
     known = {(x["script"], name): y.get("steps_per_second") for x in speeds for name, y in x["contestants"].items()}
-    for i, script in enumerate(task.scripts):
-        seconds = task.share(i, len(task.scripts))
+
+    def measure(script: str, seconds: float) -> None:
         limits = task.plan.profile_seconds, seconds, task.work
         uses[script] = device_use.measure(script, task.plan.profiled, task.plan.device, *limits)
         lines = ["## What the device does", "", "![device busy](device_use.png)", "", *device_use.table_of(uses, known)]
         task.report.write("device_use", f"running: {len(uses)} of {len(task.scripts)}", [*lines, ""], uses)
         task.report.draw("device_use", device_use.draw, uses)
+
+    one_by_one(task, task.scripts, measure)
 
 
 def measure_rollout(task: Task) -> None:

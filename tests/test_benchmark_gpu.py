@@ -210,6 +210,21 @@ def test_what_was_measured_until_the_time_is_up_is_kept_and_published(tmp_path, 
     assert "running: 1 of 3" in first and "td3" not in first and (tmp_path / "out" / "speed.png").exists()
 
 
+def test_a_pair_that_fails_leaves_the_others_alone(tmp_path):
+    seen = []
+
+    def measure(script: str, seconds: float) -> None:
+        seen.append((script, seconds))
+        if script == "dqn":
+            raise SystemExit("no such file")
+
+    task = gpu.Task(gpu.TOY, [], None, tmp_path, None, time.perf_counter() + 30)
+    with pytest.raises(RuntimeError, match="^dqn: SystemExit: no such file$"):
+        gpu.one_by_one(task, ["ppo", "dqn", "sac"], measure)
+    assert [name for name, _ in seen] == ["ppo", "dqn", "sac"]
+    assert [seconds for _, seconds in seen] == pytest.approx([10, 15, 30], abs=0.5)  # what is left, in equal shares
+
+
 def test_a_contestant_that_crashes_is_a_row(tmp_path):
     one = turns.Contestant([sys.executable, "-c", "raise SystemExit('error: no memory')"], tmp_path / "output")
     crashed = gpu_speed.Contestant(one.command, one.output, log=tmp_path / "none")

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import sysconfig
+from dataclasses import Field, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Literal, NoReturn
@@ -90,6 +91,11 @@ def environment_class(module: ModuleType) -> type:
     return module.Pool if hasattr(module, "Pool") else module.Envs
 
 
+def fields_of(script: str) -> dict[str, Field]:
+    """The settings of a pair's eager script, by name."""
+    return {field.name: field for field in fields(load_script(SCRIPTS / f"{script}.py").Args)}
+
+
 def make_envs(module: ModuleType, args, seeds: list[int]):
     """The environments of a script, which step in lock-step if asked."""
     return environment_class(module)(args, seeds)
@@ -97,22 +103,22 @@ def make_envs(module: ModuleType, args, seeds: list[int]):
 
 def same_phase(script: str) -> list[str]:
     """Flags that hold constant what would change over a run, so that slow and fast programs do the same work."""
-    fields = load_script(SCRIPTS / f"{script}.py").Args.__dataclass_fields__
-    return [f"--epsilon-start={fields['epsilon_end'].default}"] if "epsilon_end" in fields else []
+    known = fields_of(script)
+    return [f"--epsilon-start={known['epsilon_end'].default}"] if "epsilon_end" in known else []
 
 
 def often_logged(script: str) -> list[str]:
     """Flags that make a script that learns at each step, and is slow, write a line about each second."""
-    fields = load_script(SCRIPTS / f"{script}.py").Args.__dataclass_fields__
-    return ["--log-every=200"] if "log_every" in fields and "train_frequency" not in fields else []
+    known = fields_of(script)
+    return ["--log-every=200"] if "log_every" in known and "train_frequency" not in known else []
 
 
 def endless_flags(script: str, device: str) -> list[str]:
     """Flags of an endless run that learns soon and logs often, where a script has such flags."""
-    fields = load_script(SCRIPTS / f"{script}.py").Args.__dataclass_fields__
+    known = fields_of(script)
     settings = {"device": device, "total_timesteps": 10**9, "learning_starts": 1000, "log_every": 100}
     settings["step_timeout"] = 1e4  # a pool that is frozen for a while is not to take its workers for dead
-    given = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if name in fields]
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if name in known]
     return ["--no-tensorboard", *given, *same_phase(script)]
 
 

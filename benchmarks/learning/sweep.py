@@ -26,14 +26,13 @@ from tqdm import tqdm
 
 from benchmarks.common import processes, runs
 from benchmarks.common.programs import (
-    SCRIPTS,
     Variant,
     check_known,
     check_positive,
     command,
     default_variants,
     fail,
-    load_script,
+    fields_of,
     pairs,
 )
 from benchmarks.common.results import make_folder, stoppable
@@ -146,7 +145,7 @@ def plan(options: Options) -> list[Job]:
     """All runs in their order: seed by seed, so that a sweep broken off has some of everything."""
     jobs = []
     for seed, script in product(options.seeds, options.scripts):
-        own = load_script(SCRIPTS / f"{script}.py").Args.env_id
+        own = fields_of(script)["env_id"].default
         for env_id, variant in product(options.env_ids or (own,), options.variants):
             name = f"{env_id}__{script}__{variant}__{seed}".replace("/", "_").replace(":", "_")
             flags = ["--seed", seed, "--env-id", env_id, "--total-timesteps", options.total_timesteps]

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import processes, runs, steady, turns
-from benchmarks.common.programs import SCRIPTS, load_script
+from benchmarks.common.programs import fields_of
 from benchmarks.common.results import provenance
 from benchmarks.throughput import throughput
 
@@ -75,8 +75,14 @@ def result_of(script: str, contestants: dict[str, Contestant], device: str) -> d
     own = {name: x.result() for name, x in contestants.items()}
     measured = [name for name, x in own.items() if "steps_per_second" in x]
     ratios = [throughput.ratio(own, name, "eager") for name in measured if name != "eager" and "eager" in measured]
-    env_id = load_script(SCRIPTS / f"{script}.py").Args.__dataclass_fields__["env_id"].default
-    result = {"script": script, "env_id": env_id, "flags": "", "device": device, "contestants": own, "ratios": ratios}
+    result = {
+        "script": script,
+        "env_id": fields_of(script)["env_id"].default,
+        "flags": "",
+        "device": device,
+        "contestants": own,
+        "ratios": ratios,
+    }
     return result | {"provenance": provenance()}
 
 

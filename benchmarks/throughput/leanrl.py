@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks.common.programs import SCRIPTS, SUFFIX, load_script
+from benchmarks.common.programs import SUFFIX, fields_of
 
 LINE_SECONDS = 0.05  # between two lines, at least
 FLAGS = ("--compile", "--cudagraphs")  # its fastest variant
@@ -75,9 +75,9 @@ def command(folder: Path, script: str, run: Path) -> list[str] | None:
     found = [path for path in (folder / "leanrl", folder) if (path / f"{script}{SUFFIX}.py").exists()]
     if not found:
         return None
-    fields = load_script(SCRIPTS / f"{script}.py").Args.__dataclass_fields__
-    is_on_policy = "num_steps" in fields
-    every = fields["num_steps"].default * fields["num_envs"].default if is_on_policy else 1
+    known = fields_of(script)
+    is_on_policy = "num_steps" in known
+    every = known["num_steps"].default * known["num_envs"].default if is_on_policy else 1
     flags = [*FLAGS, "--total-timesteps=1000000000", *([] if is_on_policy else ["--learning-starts=1000"])]
     return [sys.executable, "-m", __name__, str(found[0] / f"{script}{SUFFIX}.py"), str(run), str(every), *flags]
 
