@@ -219,7 +219,7 @@ def test_a_pair_that_fails_leaves_the_others_alone(tmp_path):
             raise SystemExit("no such file")
 
     task = gpu.Task(gpu.TOY, [], None, tmp_path, None, time.perf_counter() + 30)
-    with pytest.raises(RuntimeError, match="^dqn: SystemExit: no such file$"):
+    with pytest.raises(RuntimeError, match=r"^dqn: SystemExit: no such file$"):
         gpu.one_by_one(task, ["ppo", "dqn", "sac"], measure)
     assert [name for name, _ in seen] == ["ppo", "dqn", "sac"]
     assert [seconds for _, seconds in seen] == pytest.approx([10, 15, 30], abs=0.5)  # what is left, in equal shares

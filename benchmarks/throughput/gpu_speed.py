@@ -75,15 +75,8 @@ def result_of(script: str, contestants: dict[str, Contestant], device: str) -> d
     own = {name: x.result() for name, x in contestants.items()}
     measured = [name for name, x in own.items() if "steps_per_second" in x]
     ratios = [throughput.ratio(own, name, "eager") for name in measured if name != "eager" and "eager" in measured]
-    result = {
-        "script": script,
-        "env_id": fields_of(script)["env_id"].default,
-        "flags": "",
-        "device": device,
-        "contestants": own,
-        "ratios": ratios,
-    }
-    return result | {"provenance": provenance()}
+    result = {"script": script, "env_id": fields_of(script)["env_id"].default, "flags": "", "device": device}
+    return result | {"contestants": own, "ratios": ratios, "provenance": provenance()}
 
 
 def measure(
