@@ -19,7 +19,8 @@ usage: ./run.sh COMMAND [FLAGS]
   env-pools [FLAGS]     measure pools of slow Python environments beside their models; --parts, --sizes, --rounds
   gpu STAGE OUT_DIR     what needs a GPU, without network; STAGE is correctness, speed or more, nine minutes each;
                         --dry-run; PYTHON=... runs it without .venv
-  readme                write the tables of the README from the committed results
+  readme                make all tables and figures again from the committed results
+  stale                 which committed results today's code might not give again, and why
   test [FLAGS]          run the test suite; FLAGS go to pytest
 
 COMMAND --help says what it measures, how long that takes and what it leaves. Paths are those of the folder that you
@@ -68,7 +69,7 @@ start() {
 command=${1:-help}
 [ $# -eq 0 ] || shift
 case $command in
-  demo | diff | evaluate | readme | report | sweep) install requirements ;;
+  demo | diff | evaluate | readme | report | stale | sweep) install requirements ;;
   env-pools) install requirements-benchmark ;;
   inference | rollout)
     # By default all ways to act are measured, and onnxruntime is one of them

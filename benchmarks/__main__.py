@@ -20,6 +20,7 @@ COMMANDS = {
     "readme": "benchmarks.tools.readme",
     "report": "benchmarks.learning.report",
     "rollout": "benchmarks.acting.rollout",
+    "stale": "benchmarks.tools.stale",
     "sweep": "benchmarks.learning.sweep",
     "throughput": "benchmarks.throughput.throughput",
 }

@@ -99,7 +99,7 @@ def test_what_a_machine_lacks_is_said_before_it_is_imported(tmp_path):
     assert done.stderr.startswith("error: this Python lacks torch, tensordict, ") and "tyro" in done.stderr
 
 
-@pytest.mark.parametrize("name", [name for name in commands.COMMANDS if name not in ("demo", "readme")])
+@pytest.mark.parametrize("name", [name for name in commands.COMMANDS if name != "demo"])
 def test_help_says_what_it_measures_how_long_it_takes_and_what_it_leaves(name):
     done = benchmark(name, "--help")
     text = " ".join(done.stdout.replace("│", " ").split())
