@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from benchmark_helpers import benchmark, refusal, toy_flags
 
 from benchmarks.common import processes, results, runs
@@ -94,9 +95,10 @@ def test_what_the_device_does_is_shown(tmp_path):
     use |= {"kernels_per_step": 30.5, "launches_per_step": 2.0, "graph_replays_per_step": 0.5, "copies_per_step": 3.0}
     result = {"script": "ppo", "env_id": "CartPole-v1", "flags": "", "rounds": 1, "window_seconds": 2.0}
     result |= {"contestants": {"eager": contestant([4000.0] * 5)}, "ratios": [], "break_even_steps": {}}
-    result |= {"published": None, "provenance": results.provenance()}
+    result |= {"published": None, "provenance": results.provenance(), "differences": {"sb3": "one thing"}}
     (tmp_path / "ppo.json").write_text(json.dumps(result | {"device_use": {"eager": use, "lean": {"failed": "crash"}}}))
     text = throughput.write_summary(tmp_path)
+    assert "SB3 (PyTorch) differs: one thing.\n" in text
     assert "| `ppo` | eager | 25% | 40% | 100.0 | 30.50 | 2.00 | 0.50 | 3.00 |" in text
     assert "failed: crash" in text and (tmp_path / "device_use.png").stat().st_size > 1000
 
@@ -215,6 +217,35 @@ def test_no_program_that_learns_is_steady_before_its_first_update(tmp_path, lear
     child.kill()
     lines, _ = runs.read_lines(log)
     assert (learnt is not None and learnt > 1 and lines[-1]["seconds"] > 1.3) if learns else learnt is None
+
+
+def peer_model(peer: str, script: str):
+    """A peer's model for a script at small sizes, and the script's settings."""
+    if importlib.util.find_spec(PEERS[peer]) is None:
+        pytest.skip(f"{peer} is not installed")
+    module = load_script(SCRIPTS / f"{script}.py")
+    args = module.Args(env_id="CartPole-v1" if script == "dqn" else "Pendulum-v1", buffer_size=1000)
+    return peers.make_model(peer, script.split("_")[0], args, peers.make_envs(module, args, normalize=False)), args
+
+
+def test_sac_of_sb3_has_the_learning_rates_of_the_script():
+    model, args = peer_model("sb3", "sac_continuous_action")
+    model.learn(args.total_timesteps, callback=lambda *_: model.num_timesteps < 20)
+    model.train(gradient_steps=1, batch_size=4)
+    optimizers = (model.actor.optimizer, model.critic.optimizer, model.ent_coef_optimizer)
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    assert rates == [args.policy_lr, args.q_lr, args.q_lr] and args.policy_lr != args.q_lr
+
+
+def test_dqn_of_the_peers_has_the_loss_and_the_layers_of_the_script():
+    model, _ = peer_model("sb3", "dqn")
+    from stable_baselines3.dqn import dqn
+
+    assert model.max_grad_norm == float("inf")
+    assert dqn.F.smooth_l1_loss(torch.zeros(2), torch.full((2,), 10.0)) == 100  # Huber's would be 9.5
+    model, _ = peer_model("sbx", "dqn")
+    layers = model.policy.qf_state.params["params"].values()
+    assert [layer["kernel"].shape for layer in layers] == [(4, 120), (120, 84), (84, 2)]
 
 
 @pytest.mark.parametrize("peer", PEERS)

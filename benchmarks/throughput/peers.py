@@ -4,11 +4,8 @@
 
 SCRIPT is the name of a pair, FLAGS are its flags. Environment, hyperparameters, sizes of the networks and number of
 threads are those of the script, read from its `Args`; the run folder gets a log of the same form, so that the same
-analysis applies. What differs, since the libraries offer no choice:
-
-- SB3's SAC has one learning rate for actor and critics; its DQN has a Huber loss and clips gradients.
-- SBX's DQN has two hidden layers of one size; SBX's PPO clips no value loss and has an optimizer for each network.
-- Several environments that are not EnvPool's are stepped in turn in one process, the libraries' default.
+analysis applies. Where a library offers no choice it is given one here, if a few lines are enough (`equalize`); what
+differs still is in `DIFFERENCES`, which a result of `throughput` carries and its table names.
 """
 
 import importlib
@@ -18,9 +15,10 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -83,7 +81,8 @@ def dqn(args, is_jax: bool, _is_image: bool) -> dict:
     settings |= {"target_update_interval": args.target_network_frequency}
     settings |= {"exploration_fraction": args.exploration_fraction}
     settings |= {"exploration_initial_eps": args.epsilon_start, "exploration_final_eps": args.epsilon_end}
-    return off_policy(args) | settings | {"policy_kwargs": {"net_arch": [120] if is_jax else [120, 84]}}
+    settings |= {"policy_kwargs": {"net_arch": [120, 84]}}
+    return off_policy(args) | settings | ({} if is_jax else {"max_grad_norm": float("inf")})
 
 
 def sac(args, is_jax: bool, _is_image: bool) -> dict:
@@ -101,6 +100,64 @@ def td3(args, _is_jax: bool, _is_image: bool) -> dict:
     settings |= {"target_noise_clip": args.noise_clip, "policy_kwargs": {"net_arch": [256, 256]}}
     noise = {"action_noise": lambda size: NormalActionNoise(np.zeros(size), np.full(size, args.exploration_noise))}
     return off_policy(args) | settings | noise
+
+
+# By peer and algorithm, what is not as in the script
+DIFFERENCES = {
+    "sb3": {
+        "sac": "a step of the actor with each step of the critics, where the script takes two after every second one",
+    },
+    "sbx": {
+        "ppo": "no clipping of the value loss, and an optimizer for each network, with a gradient norm of its own",
+        "sac": "a step of the actor with each step of the critics, where the script takes two after every second one",
+    },
+}
+
+
+def differences(script: str, names: list[str]) -> dict[str, str]:
+    """What is not as in a script, by peer, of those among the names."""
+    algorithm = script.split("_")[0]
+    return {name: DIFFERENCES[name][algorithm] for name in names if algorithm in DIFFERENCES.get(name, {})}
+
+
+def equalize_sb3(algorithm: str) -> None:
+    """Give SB3's DQN the squared error of the script instead of Huber's loss."""
+    if algorithm == "dqn":
+        from stable_baselines3.dqn import dqn as library
+        from torch.nn.functional import mse_loss
+
+        library.F = SimpleNamespace(smooth_l1_loss=mse_loss)
+
+
+def equalize_sbx(algorithm: str) -> None:
+    """Give SBX's DQN the script's squared error and its two hidden layers of different sizes."""
+    if algorithm == "dqn":
+        import flax.linen as nn
+        import optax
+        from sbx.dqn import dqn as library
+        from sbx.dqn import policies
+
+        class QNetwork(nn.Module):
+            n_actions: int
+            n_units: int = 0  # of no use: the sizes are those of the script
+            activation_fn: Callable = nn.relu
+
+            @nn.compact
+            def __call__(self, x):
+                x = self.activation_fn(nn.Dense(120)(x))
+                return nn.Dense(self.n_actions)(self.activation_fn(nn.Dense(84)(x)))
+
+        policies.QNetwork = QNetwork
+        loss = {"huber_loss": lambda value, target: (value - target) ** 2}
+        library.optax = SimpleNamespace(**loss, incremental_update=optax.incremental_update)
+
+
+def set_learning_rates(model, args) -> None:
+    """Give SB3's SAC the critics' and the temperature's own learning rate, which stays."""
+    optimizers = [model.critic.optimizer, *([model.ent_coef_optimizer] if model.ent_coef_optimizer else [])]
+    for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
+        group["lr"] = args.q_lr
+    model._update_learning_rate = lambda _optimizers: None
 
 
 SETTINGS = {"ppo": ppo, "dqn": dqn, "sac": sac, "td3": td3}
@@ -182,13 +239,22 @@ def train(peer: str, script: str, flags: list[str]) -> Path:
     torch.set_float32_matmul_precision(getattr(args, "matmul_precision", "highest"))
     if threads == 1:
         os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false " + os.environ.get("XLA_FLAGS", "")
-    library = importlib.import_module(PEERS[peer])
     folder = Path(args.run_dir or f"runs/{args.env_id}__{script}-{peer}__{args.seed}__{int(time.time())}")
     folder.mkdir(parents=True, exist_ok=True)
     write_config(folder, peer, script, args)
 
-    algorithm = script.split("_")[0]
     envs = make_envs(module, args, normalize=script == "ppo_continuous_action")
+    model = make_model(peer, script.split("_")[0], args, envs)
+    # A line for each rollout of PPO, which is when rollouts start; else as often as the script writes one
+    model.learn(args.total_timesteps, callback=make_log(folder, getattr(args, "log_every", 1)))
+    envs.close()
+    return folder
+
+
+def make_model(peer: str, algorithm: str, args, envs):
+    """A peer's model, as like the script's as it can be."""
+    library = importlib.import_module(PEERS[peer])
+    {"sb3": equalize_sb3, "sbx": equalize_sbx}[peer](algorithm)
     is_image = len(envs.observation_space.shape) == 3
     settings = SETTINGS[algorithm](args, peer == "sbx", is_image)
     if "action_noise" in settings:
@@ -197,10 +263,9 @@ def train(peer: str, script: str, flags: list[str]) -> Path:
     model = getattr(library, algorithm.upper())(
         "CnnPolicy" if is_image else "MlpPolicy", envs, gamma=args.gamma, seed=args.seed, **settings, **device
     )
-    # A line for each rollout of PPO, which is when rollouts start; else as often as the script writes one
-    model.learn(args.total_timesteps, callback=make_log(folder, getattr(args, "log_every", 1)))
-    envs.close()
-    return folder
+    if peer == "sb3" and algorithm == "sac":
+        set_learning_rates(model, args)
+    return model
 
 
 def main(arguments: list[str]) -> None:

@@ -51,7 +51,7 @@ from benchmarks.common.results import (
     table,
     write_json,
 )
-from benchmarks.throughput import device_use
+from benchmarks.throughput import device_use, peers
 from benchmarks.throughput.ceilings import SECTIONS
 
 # Steps/s that LeanRL's README gives for one H100, number of CPU cores not stated
@@ -223,6 +223,7 @@ def measure_script(script: str, options: Options, bar: tqdm) -> dict:
         contestants = {name: summarize(results[name]) for name in names}
         result = {"script": script, "env_id": run.env_id, "flags": options.flags, "rounds": options.rounds}
         result |= {"window_seconds": options.window, "contestants": contestants, **compare(contestants)}
+        result["differences"] = peers.differences(script, names)
         if options.ceilings:
             result["ceilings"] = measure_ceilings(script, contestants, options, bar, caches)
             if gpu_model():
@@ -275,6 +276,7 @@ def section(result: dict) -> list[str]:
     if "device_use" in result:
         speeds = {(result["script"], name): x.get("steps_per_second") for name, x in result["contestants"].items()}
         lines += [*device_use.table_of({result["script"]: result["device_use"]}, speeds), ""]
+    lines += [f"{plots.label(peer)} differs: {text}.\n" for peer, text in result["differences"].items()]
     how = f"{result['rounds']} rounds, windows of {result['window_seconds']:g} s"
     return [*lines, f"{how}; measured {describe(result['provenance'])}", ""]
 

@@ -66,7 +66,10 @@ def speed_section() -> list[str]:
         header += ["compiled, of the environment alone"]
         lines += [*table(header, [speed_row(result) for result in results]), ""]
     lines += ["All contestants in interleaved rounds of fresh processes, with the same hyperparameters, networks,"]
-    lines += ["threads and `--matmul-precision`; beside `--bf16` the peers stay in float32, as they have no such flag."]
+    lines += [
+        "threads and `--matmul-precision`, as far as the peers can be told: what differs stands beside the tables;"
+    ]
+    lines += ["beside `--bf16` the peers stay in float32, as they have no such flag."]
     lines += ["[Everything that was measured](benchmarks/results/throughput/throughput.md), with peak memory, the time"]
     lines += ["of each part and LeanRL's published figures. The environment alone takes random actions, and no pause."]
     return [*lines, *sources([result for results in machines.values() for result in results]), ""]
