@@ -64,13 +64,15 @@ PUBLISHED = {
 
 INTRODUCTION = """
 Environment steps per second in steady state: fresh processes in interleaved rounds, measured in windows after all is
-compiled; medians, quartiles over the windows, bootstrap intervals of the ratios. "First update" is the wall time from
-the start of the process to the first line of the log with a loss, with an empty and with a filled compile cache; "pays
-after" is the number of steps after which the compiled script has overtaken the eager one. Peak memory is that of the
-largest process. "Environment alone" steps it with random actions, which no script that waits for each step can pass.
-Where the time goes is seen by a second thread that looks at the loop, in another run of the same minutes: environment;
-acting, which is what else the loop does to act and to keep what it saw; learning; the rest is log and checkpoints. (In
-results whose JSON has a `summed_ceiling`, acting is the policy's function alone, by a clock, and the rest is larger.)
+compiled; medians, quartiles over the windows, bootstrap intervals of the ratios. "Of a whole run": the steps/s of a run
+at the default flags, from the start of the process to its end, with a filled compile cache. "First update" is the wall
+time from the start of the process to the first line of the log with a loss, with an empty and with a filled compile
+cache; "pays after" is the number of steps after which the compiled script has overtaken the eager one. Peak memory is
+that of the largest process. "Environment alone" steps it with random actions, which no script that waits for each step
+can pass. Where the time goes is seen by a second thread that looks at the loop, in another run of the same minutes:
+environment; acting, which is what else the loop does to act and to keep what it saw; learning; the rest is log and
+checkpoints. (In results whose JSON has a `summed_ceiling`, acting is the policy's function alone, by a clock, and the
+rest is larger.)
 """.strip()
 
 
@@ -82,6 +84,7 @@ class Options:
     rounds: int = 5  # times that each is started
     seconds: float = 40.0  # steady seconds of each run, in windows of 2 s
     window: float = steady.WINDOW  # seconds of a window
+    whole_steps: int = 0  # environment steps of a whole run, from start to end at the default flags; 0 for none
     ceilings: bool = True  # also measure the environment alone, and where the time of each variant goes
     flags: str = ""  # more flags for all of them, as in --flags="--env-id Ant-v4"
     timeout: float = 900.0  # seconds after which a run is ended, steady or not
@@ -130,6 +133,22 @@ def measure(
             tqdm.write(child.last_lines())
             result["failed"] = f"exit code {code}" if code and not was_running else "no window of steady speed"
         return result, run
+
+
+def measure_whole(script: str, name: str, options: Options, cache: Path) -> dict:
+    """Wall time of a whole run of a contestant as a user starts it: with its random phase, TensorBoard, checkpoints."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--total-timesteps", str(options.whole_steps), "--run-dir", str(Path(folder, "run"))]
+        arguments = [*command(script, name), *shlex.split(options.flags), *flags]
+        child = processes.start(arguments, Path(folder, "output"), TORCHINDUCTOR_CACHE_DIR=str(cache))
+        try:
+            child.wait(options.timeout)
+        finally:
+            has_ended, code = child.poll() is not None, child.stop()
+        if not has_ended or code:
+            return {"failed": f"exit code {code}" if has_ended else f"no end after {options.timeout:g} s"}
+        steps = runs.read_run(Path(folder, "run")).steps
+        return {"steps": steps, "seconds": child.seconds, "steps_per_second": steps / child.seconds}
 
 
 def summarize(results: list[dict]) -> dict:
@@ -221,6 +240,10 @@ def measure_script(script: str, options: Options, bar: tqdm) -> dict:
                 results[name].append(measured)
                 bar.update()
         contestants = {name: summarize(results[name]) for name in names}
+        for name in names if options.whole_steps else ():
+            bar.set_postfix_str(f"{script}: {name}, a whole run")
+            contestants[name]["whole"] = measure_whole(script, name, options, caches / name)
+            bar.update()
         result = {"script": script, "env_id": run.env_id, "flags": options.flags, "rounds": options.rounds}
         result |= {"window_seconds": options.window, "contestants": contestants, **compare(contestants)}
         result["differences"] = peers.differences(script, names)
@@ -237,14 +260,16 @@ def contestant_cells(result: dict, name: str) -> list[str]:
     """A row of the table of speeds."""
     own = result["contestants"][name]
     if "steps_per_second" not in own:
-        return [plots.label(name), "failed", *["-"] * 7]
+        return [plots.label(name), "failed", *["-"] * 8]
     ratios = {x["to"]: x for x in result["ratios"] if x["of"] == name}
     to = [estimate(ratios[x]["ratio"], ratios[x]["interval"], ".2f") if x in ratios else "-" for x in ("sb3", "sbx")]
     to.append(estimate(ratios["eager"]["ratio"], ratios["eager"]["interval"], ".2f") if "eager" in ratios else "-")
     starts = " / ".join("-" if x is None else f"{x:.1f}" for x in (own["cold_seconds"], own["warm_seconds"]))
     steps = result["break_even_steps"].get(name, {})
     even = " / ".join("never" if x is None else f"{x:,.0f}" for x in steps.values()) or "-"
-    cells = [plots.label(name), estimate(own["steps_per_second"], own["quartiles"], ",.0f"), *to, starts, even]
+    whole = own.get("whole", {})
+    speed = f"{whole['steps_per_second']:,.0f} ({whole['steps']:,} steps)" if "steps" in whole else "-"
+    cells = [plots.label(name), estimate(own["steps_per_second"], own["quartiles"], ",.0f"), speed, *to, starts, even]
     return [*cells, f"{own['peak_memory_mb']:,.0f}", f"{own['cores_used']:.1f}"]
 
 
@@ -259,13 +284,20 @@ def ceiling_cells(result: dict, name: str) -> list[str]:
 def section(result: dict) -> list[str]:
     """What Markdown says on one script."""
     title = f"## {result['script']} on {result['env_id']}" + f" ({result['flags']})" * bool(result["flags"])
-    header = ["program", "steps/s [quartiles]", "to SB3 [95 %]", "to SBX [95 %]", "to eager [95 %]"]
+    header = [
+        "program",
+        "steady steps/s [quartiles]",
+        "of a whole run",
+        "to SB3 [95 %]",
+        "to SBX [95 %]",
+        "to eager [95 %]",
+    ]
     header += ["first update, cold / warm (s)", "pays after steps, cold / warm", "peak memory (MB)", "cores used"]
     cells = [contestant_cells(result, name) for name in result["contestants"]]
     if result["published"]:
         cells += [
             [f"LeanRL's {name} on one H100 (published, not measured)" if name != "CleanRL" else
-             "CleanRL on one H100 (published by LeanRL, not measured)", f"{value:,}", *["-"] * 7]
+             "CleanRL on one H100 (published by LeanRL, not measured)", f"{value:,}", *["-"] * 8]
             for name, value in result["published"].items()
         ]  # fmt: skip
     lines = [title, "", *table(header, cells), ""]
@@ -318,6 +350,8 @@ def check(options: Options) -> list[str]:
     """Refuse what can't work; returns the scripts to measure."""
     check_known("script", options.scripts, pairs())
     check_positive(options, "rounds", "seconds", "window", "timeout")
+    if options.whole_steps < 0:
+        fail("--whole-steps must be 0 or more")
     absent = [peer for peer in options.peers if importlib.util.find_spec(PEERS[peer]) is None]
     if absent:
         fail(f"{', '.join(absent)} not installed: pip install -r requirements/requirements-benchmark.txt")
@@ -328,7 +362,8 @@ def check(options: Options) -> list[str]:
 def main(options: Options) -> None:
     scripts = check(options)
     variants = len(options.variants or default_variants())
-    total = options.rounds * (variants + len(options.peers)) + options.ceilings * (variants + 1)
+    total = (options.rounds + (options.whole_steps > 0)) * (variants + len(options.peers))
+    total += options.ceilings * (variants + 1)
     kept = f"the scripts that were finished before lie in {options.out}"
     with stoppable(kept), tqdm(total=total * len(scripts), unit="run") as bar:
         for script in scripts:
