@@ -48,7 +48,7 @@ NUM_ACTIONS = 256  # random actions are drawn beforehand and used in turn
 def headings(train) -> tuple[list[int], list[str]]:
     """The lines of a script at which a part of the loop of `train` begins, and the section of each."""
     lines, first = inspect.getsourcelines(train)
-    pattern = re.compile(rf" +# ({'|'.join(SECTION_OF)})\b")
+    pattern = re.compile(rf" +# ({'|'.join(SECTION_OF)})(?:[.,;:]|$)")
     found = [(first + i, SECTION_OF[match[1]]) for i, line in enumerate(lines) if (match := pattern.match(line))]
     return [number for number, _ in found], [section for _, section in found]
 
