@@ -1,25 +1,30 @@
 #!/usr/bin/env bash
 # From a bare machine to a trained policy, a tested checkout or a measured table: each command sets up what it needs.
 set -euo pipefail
-cd "$(dirname "$0")"
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 usage() {
   cat <<'END'
 usage: ./run.sh COMMAND [FLAGS]
 
   demo [FLAGS]          train PPO on HalfCheetah for about two minutes; FLAGS go to the script
-  evaluate RUN_DIR      play a run's deterministic policy; --episodes N, --video FILE.mp4
+  evaluate RUN_DIR      play a run's deterministic policy; --episodes N, --video FILE.mp4, --follow while it trains
+  diff PAIR             what a pair differs in, as in `diff ppo`: hunk by hunk, each with its reason
   sweep [FLAGS]         train scripts x variants x seeds and report; --scripts, --seeds, --total-timesteps, --resume
+  report RUNS...        table, learning curves and verdicts from run folders; --out DIR
   throughput [FLAGS]    measure steady steps/s of each script and variant; --scripts, --variants, --rounds, --seconds,
                         --peers sb3 sbx to measure Stable-Baselines3 and SBX beside them
+  inference [FLAGS]     measure how fast each network acts, by each way to run it; --networks, --paths, --batch-sizes
+  rollout [FLAGS]       measure how fast environments are sampled, the policy compiled or not; --compile-actor
   env-pools [FLAGS]     measure pools of slow Python environments beside their models; --parts, --sizes, --rounds
-  inference [FLAGS]     measure how fast each network acts, by each way to run it; --networks, --paths, --batch-sizes, --smoke
-  rollout [FLAGS]       measure how fast environments are sampled, the policy compiled or not; --compile-actor, --num-envs
-  gpu OUT_DIR           all that needs a GPU, in nine minutes without network; --dry-run; PYTHON=... runs it without .venv
-  report RUNS...        table, learning curves and verdicts from run folders; --out DIR
+  gpu STAGE OUT_DIR     what needs a GPU, without network; STAGE is correctness, speed or more, nine minutes each;
+                        --dry-run; PYTHON=... runs it without .venv
+  readme                make all tables and figures again from the committed results
+  stale                 which committed results today's code might not give again, and why
   test [FLAGS]          run the test suite; FLAGS go to pytest
 
-Everything is installed into .venv, in the versions of requirements/constraints.txt.
+COMMAND --help says what it measures, how long that takes and what it leaves. Paths are those of the folder that you
+are in. Everything is installed into .venv beside this file, in the versions of requirements/constraints.txt.
 END
 }
 
@@ -38,36 +43,53 @@ find_python() {
 
 # Make .venv and install one requirements file, unless this has been done since the files last changed.
 install() {
-  local file=requirements/$1.txt stamp
-  stamp=.venv/$1.$(cat "$file" requirements/requirements.txt requirements/constraints.txt | cksum | cut -d ' ' -f 1)
+  local folder=$root/requirements file stamp
+  file=$folder/$1.txt
+  stamp=$root/.venv/$1.$(cat "$file" "$folder"/{requirements,constraints}.txt | cksum | cut -d ' ' -f 1)
   if [ -e "$stamp" ]; then return; fi
   local python
   python=$(find_python)
-  [ -x .venv/bin/pip ] || "$python" -m venv .venv || {
+  [ -x "$root/.venv/bin/pip" ] || "$python" -m venv "$root/.venv" || {
     echo "error: $python can't make a virtual environment; on Debian and Ubuntu, install python3-venv" >&2
     exit 2
   }
-  echo "installing $file into .venv"
-  .venv/bin/pip install --quiet --disable-pip-version-check -r "$file" -c requirements/constraints.txt
+  echo "installing requirements/$1.txt into .venv" >&2
+  "$root/.venv/bin/pip" install --quiet --disable-pip-version-check -r "$file" -c "$folder/constraints.txt"
   touch "$stamp"
+}
+
+# Run a command in the folder of the caller, so that paths are what they look like. The modules are this checkout's,
+# whatever lies in that folder; after it the caller's own can be found too, such as one that registers an environment.
+start() {
+  local python=$1
+  shift
+  PYTHONPATH="$root:$PWD${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -P -m benchmarks "$@"
 }
 
 command=${1:-help}
 [ $# -eq 0 ] || shift
 case $command in
-  demo | evaluate | report | sweep) install requirements; exec .venv/bin/python -m "benchmarks.$command" "$@" ;;
-  inference | rollout | throughput)
-    case " $* " in *" --peers"* | *" ort"*) install requirements-benchmark ;; *) install requirements ;; esac
-    exec .venv/bin/python -m "benchmarks.$command" "$@"
+  demo | diff | evaluate | readme | report | stale | sweep) install requirements ;;
+  env-pools) install requirements-benchmark ;;
+  inference | rollout)
+    # By default all ways to act are measured, and onnxruntime is one of them
+    case " $* " in
+      *" ort"*) install requirements-benchmark ;;
+      *" --paths"* | *" --compile-actor"* | *" --smoke"* | *" --help"*) install requirements ;;
+      *) install requirements-benchmark ;;
+    esac
     ;;
-  env-pools) install requirements-benchmark; exec .venv/bin/python -m benchmarks.env_pools "$@" ;;
+  throughput)
+    case " $* " in *" --peers"*) install requirements-benchmark ;; *) install requirements ;; esac
+    ;;
   gpu)
     # A machine with a GPU may have no registry to install from, but a Python that has it all
-    [ -n "${PYTHON:-}" ] || install requirements
-    exec "${PYTHON:-.venv/bin/python}" -m benchmarks.gpu "$@"
+    [ -z "${PYTHON:-}" ] || start "$PYTHON" gpu "$@"
+    install requirements
     ;;
   test)
     install requirements-test
+    cd "$root"
     # With FLAGS: the tests that they name, in this order, in one process
     [ $# -eq 0 ] || exec .venv/bin/python -m pytest "$@"
     echo "the whole suite takes about eight minutes on two cores; one file of it: ./run.sh test tests/test_pairs.py"
@@ -78,10 +100,14 @@ case $command in
     .venv/bin/python -m pytest -q -m alone || status=$?
     exit $status
     ;;
-  help | -h | --help) usage ;;
+  help | -h | --help)
+    usage
+    exit
+    ;;
   *)
     usage >&2
     echo "error: no command $command" >&2
     exit 2
     ;;
 esac
+start "$root/.venv/bin/python" "$command" "$@"

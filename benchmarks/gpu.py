@@ -1,45 +1,63 @@
-"""All that takes a GPU, in nine minutes and without network: ./run.sh gpu OUT_DIR.
+"""All that takes a GPU, in three commands without network: ./run.sh gpu correctness|speed|more OUT_DIR.
 
-In order of importance, each with its own share of the time:
+Each begins with what matters most and keeps what it has when the time is up or it is stopped. With PYTHON=... it runs
+with what that Python has and installs nothing; --dry-run goes the same way on a CPU, at toy size.
 
-1. the four variants of each pair: steady steps/s, and whether they compute what eager computes on the same device;
-2. how fast each network acts (`./run.sh inference`);
-3. how fast environments are sampled (`./run.sh rollout`);
-4. for how much of the time the device is busy, and with how many kernels and graphs for each step.
-
-Writes at most eight files, flat into OUT_DIR; each is whole at any moment at which the program is cut off.
+Measures: `correctness`, for each pair, whether its compiled file computes what the eager one does, by each of the four
+combinations of --compile and --cudagraphs, and the tests that need CUDA; `speed`, the pairs one after the other, steady
+steps/s of eager, compile, cudagraphs, both, and LeanRL if --leanrl names its folder; `more`, how fast each network
+acts, for how much of the time the device is busy and with how many kernels a step, and how fast environments are
+sampled.
+Takes: nine minutes at most each, or --time-limit.
+Leaves: in OUT_DIR the stage's Markdown and, for each of its parts, JSON and a figure. Each file is whole at any moment.
 """
 
-import importlib.util
 import json
 import os
+import re
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 import tyro
 from tqdm import tqdm
 
-from benchmarks import plots, turns
-from benchmarks.programs import VARIANTS, check_known, fail, pairs
-from benchmarks.results import describe, estimate, make_folder, provenance, stop_by_exception, table, write_whole
+from benchmarks.acting import inference, rollout
+from benchmarks.acting.networks import NETWORKS
+from benchmarks.common import plots, processes, turns
+from benchmarks.common.programs import check_known, check_positive, command, endless_flags, fail, pairs
+from benchmarks.common.results import (
+    describe,
+    estimate,
+    make_folder,
+    provenance,
+    stoppable,
+    table,
+    write_json,
+    write_whole,
+)
+from benchmarks.throughput import device_use, gpu_speed, leanrl, parity, throughput
 
 FIRST = ("ppo_continuous_action", "sac_continuous_action", "td3_continuous_action", "ppo_atari_envpool", "dqn", "ppo")
-NEEDED = ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "tensorboard")  # and what this module imports
-SHARES = {"speed": 0.5, "inference": 0.24, "rollout": 0.12, "device_use": 0.14}  # of the time, by importance
+COMPARED = ("compile+cudagraphs", "compile", "cudagraphs", "lean")  # with eager, the most important first
 # Of the ways to run a network those that can be compiled in time
 PATHS = ("eager", "inductor", "inductor/reduce-overhead", "CudaGraphModule", "inductor+CudaGraphModule", "aoti")
+NEEDED = ("envpool", "mujoco", "tensorboard")  # by the scripts; what this program imports was looked for before
 
 
 @dataclass
 class Options:
+    stage: tyro.conf.Positional[Literal["correctness", "speed", "more"]]  # what to measure
     out: tyro.conf.Positional[Path]  # folder of the results
     scripts: tuple[str, ...] = ()  # pairs to measure, by the names of their eager twins; by default all
+    leanrl: Path | None = None  # folder of LeanRL, to measure its scripts beside ours
     time_limit: float = 525.0  # seconds for everything
-    memory_gib: float | None = None  # of the host, for all processes; by default what is free when each stage starts
+    memory_gib: float | None = None  # of the host, for all processes; by default what is free when a part starts
     dry_run: bool = False  # the same on a CPU, at toy size, to see that all works
 
 
@@ -48,21 +66,25 @@ class Plan:
     """What is measured: on a GPU as much as the time is enough for."""
 
     device: str = "cuda"
-    variants: tuple[str, ...] = tuple(VARIANTS)
+    compared: tuple[str, ...] = COMPARED
+    tests: tuple[str, ...] = ("tests", "-k", "cuda or graph")  # of pytest
+    variants: tuple[str, ...] = ("eager", "compile+cudagraphs", "compile", "cudagraphs")
     window: float = 1.5  # seconds that a script is awake
     rounds: int = 6  # times that it is, at most
     inference: dict = field(default_factory=lambda: {"batch_sizes": (1, 64, 4096), "seconds": 0.08, "paths": PATHS})
     rollout: dict = field(default_factory=lambda: {"num_envs": (8,), "backends": ("envpool",), "seconds": 1.0})
-    profiled: tuple[str, ...] = ("eager", "compile", "compile+cudagraphs")
+    profiled: tuple[str, ...] = ("compile+cudagraphs", "compile", "eager")
     profile_seconds: float = 1.0
 
 
 TOY = Plan(
     device="cpu",
+    compared=("lean",),
+    tests=("tests/test_math.py", "-k", "cuda"),
     variants=("eager", "lean"),
     window=0.5,
     rounds=2,
-    inference={"networks": ("dqn",), "batch_sizes": (1,), "seconds": 0.05, "paths": ("eager",)},
+    inference={"batch_sizes": (1,), "seconds": 0.05, "paths": ("eager",)},
     rollout={"families": ("classic",), "num_envs": (1,), "compile_actor": ("off",), "seconds": 0.1}
     | {"backends": ("gymnasium",)},
     profiled=("eager",),
@@ -71,127 +93,231 @@ TOY = Plan(
 
 
 class Report:
-    """The output folder: what is known so far, and how each stage stands."""
+    """The output folder of a stage: what is known so far, and how each of its parts stands."""
 
-    def __init__(self, out: Path, is_dry_run: bool):
-        self.out, self.provenance, self.status, self.lines = out, provenance(), {}, {}
+    def __init__(self, out: Path, stage: str, is_dry_run: bool):
+        self.out, self.path, self.provenance = out, out / f"{stage}.md", provenance()
+        self.status, self.lines = {}, {}
         self.title = "A dry run on a CPU: no figure below means anything" if is_dry_run else "Measured on one GPU"
 
-    def write(self, stage: str, status: str, lines: list[str] | None = None, results=None) -> None:
-        """Say how a stage stands; where they are new, write its results, as JSON, and what Markdown says on them."""
-        self.status[stage] = status
+    def write(self, part: str, status: str, lines: list[str] | None = None, results=None) -> None:
+        """Say how a part stands; where they are new, write its results, as JSON, and what Markdown says on them."""
+        self.status[part] = status
         if lines is not None:
-            self.lines[stage] = lines
-            write_whole(self.out / f"{stage}.json", json.dumps(results, indent=1) + "\n")
+            self.lines[part] = lines
+            write_json(self.out / f"{part}.json", results)
         text = [f"# {self.title}", "", describe(self.provenance), ""]
-        text += [*table(["stage", "status"], [list(x) for x in self.status.items()]), ""]
+        text += [*table(["part", "status"], [list(x) for x in self.status.items()]), ""]
         text += [line for own in self.lines.values() for line in own]
-        write_whole(self.out / "report.md", "\n".join(text) + "\n")
+        write_whole(self.path, "\n".join(text) + "\n")
 
-    def draw(self, stage: str, function: Callable, results) -> None:
-        """A figure of a stage; until it is whole the one before stays."""
+    def draw(self, part: str, function: Callable, results) -> None:
+        """A figure of a part; until it is whole the one before stays."""
         with tempfile.TemporaryDirectory() as folder:
             function(results, Path(folder, "new.png"))
-            write_whole(self.out / f"{stage}.png", Path(folder, "new.png").read_bytes())
+            write_whole(self.out / f"{part}.png", Path(folder, "new.png").read_bytes())
 
 
-def same(parity: dict | None) -> str:
-    """Whether a variant computes what eager computes, as a cell of the table."""
-    if parity is None:
-        return "not checked"
-    if "failed" in parity:
-        return f"failed: {parity['failed']}".replace("|", "/")
-    return f"{'yes' if parity['equal'] else 'NO'} ({max(parity['metrics'], parity['weights']):.0e})"
+@dataclass
+class Task:
+    """What a part of a stage is given."""
+
+    plan: Plan
+    scripts: list[str]  # the most important first
+    leanrl: Path | None
+    work: Path  # an empty folder, which is deleted afterwards
+    report: Report
+    deadline: float  # on the clock of time.perf_counter()
+
+    def share(self, place: int, count: int) -> float:
+        """Seconds for one of `count` things that are measured one after the other: what is left, in equal shares."""
+        return max(0.0, self.deadline - time.perf_counter()) / (count - place)
+
+
+def no_bars(text: str) -> str:
+    """A text that can stand in a cell of a table."""
+    return text.replace("|", "/")
+
+
+def parity_lines(found: dict[str, dict[str, dict]], compared: tuple[str, ...]) -> list[str]:
+    """What Markdown says on the pairs."""
+
+    def cell(own: dict | None) -> str:
+        if own is None:
+            return "not yet"
+        if "failed" in own:
+            return no_bars(f"failed: {own['failed']}")
+        return f"{'yes' if own['equal'] else 'NO'} ({max(own['metrics'], own['weights']):.0e})"
+
+    rows = [[f"`{script}`", *(cell(own.get(name)) for name in compared)] for script, own in found.items()]
+    text = f"Largest relative deviation of a metric or of the weights; up to {parity.TOLERANCE:g} they are equal."
+    header = ["computes what eager does", *map(plots.label, compared)]
+    return ["## After fifty updates", "", text, "", *table(header, rows), ""]
+
+
+def compare_pairs(task: Task) -> None:
+    """Whether the variants of each pair compute the same."""
+
+    def on_change(found: dict) -> None:
+        done = sum(len(own) for own in found.values())
+        status = f"running: {done} of {len(found) * len(task.plan.compared)}"
+        task.report.write("parity", status, parity_lines(found, task.plan.compared), found)
+
+    flags, seconds = ["--device", task.plan.device], task.deadline - time.perf_counter()
+    parity.compare_all(task.scripts, task.plan.compared, flags, seconds, task.work, on_change)
+
+
+def read_tests(output: str) -> dict[str, str]:
+    """The outcome of each test in the output of `pytest -v`, however far it came."""
+    return dict(re.findall(r"^(tests/\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b", output, re.MULTILINE))
+
+
+def run_tests(task: Task) -> None:
+    """The tests that need CUDA, those of graphs among them."""
+    if find_spec("pytest") is None:
+        raise ModuleNotFoundError("pytest is not installed")
+    program = [sys.executable, "-m", "pytest", "-v", "--color=no", "-p", "no:cacheprovider", "--tb=line"]
+    child = processes.start([*program, "--continue-on-collection-errors", *task.plan.tests], task.work / "output")
+    while True:
+        child.wait(2)
+        is_over = child.poll() is not None or time.perf_counter() > task.deadline
+        found = read_tests(child.output.read_text(errors="replace"))
+        outcomes = list(found.values())
+        counts = ", ".join(f"{outcomes.count(x)} {x.lower()}" for x in dict.fromkeys(outcomes)) or "none has ended"
+        bad = [f"- {name}: {outcome}" for name, outcome in found.items() if outcome in ("FAILED", "ERROR")]
+        task.report.write("tests", counts, ["## Tests", "", counts, "", *bad, ""], found)
+        if is_over:
+            break
+    child.kill()
 
 
 def speed_lines(results: list[dict]) -> list[str]:
     """What Markdown says on the speeds."""
-    header = ["script", "variant", "steps/s [quartiles]", "to eager [95 %]", "computes what eager does (deviation)"]
     rows = []
     for result in results:
         ratios = {x["of"]: x for x in result["ratios"]}
         for name, own in result["contestants"].items():
             start = [f"`{result['script']}`, {result['env_id']}", plots.label(name)]
-            equal = "-" if name == "eager" else same(result["parity"].get(name))
+            failed = no_bars(f"failed: {own['failed']}") if "failed" in own else ""
             if "steps_per_second" not in own:
-                rows.append([*start, f"failed: {own['failed']}".replace("|", "/"), "-", equal])
+                rows.append([*start, failed, "-"])
                 continue
             gain = estimate(ratios[name]["ratio"], ratios[name]["interval"], ".2f") if name in ratios else "-"
-            rows.append([*start, estimate(own["steps_per_second"], own["quartiles"], ",.0f"), gain, equal])
+            speed = estimate(own["steps_per_second"], own["quartiles"], ",.0f") + f"; {failed}" * bool(failed)
+            rows.append([*start, speed, gain])
+    header = ["script", "variant", "steps/s [quartiles]", "to eager [95 %]"]
     return ["## Speed", "", "![steps per second](speed.png)", "", *table(header, rows), ""]
 
 
-def measure_speeds(plan: Plan, scripts: list[str], seconds: float, work: Path, report: Report) -> None:
-    from benchmarks import gpu_speed, throughput
+def contestants_of(task: Task, script: str) -> dict[str, gpu_speed.Contestant]:
+    """The variants of a pair, and LeanRL's counterpart, if there is one, ready to be started."""
+    programs = {}
+    for variant in task.plan.variants:
+        folder = str(task.work / f"{script}.{variant}")
+        programs[variant] = [*command(script, variant), *endless_flags(script, task.plan.device), "--run-dir", folder]
+    if task.leanrl and (program := leanrl.command(task.leanrl, script, task.work / f"{script}.leanrl")):
+        programs["leanrl"] = program
+    settings, contestants = turns.compile_settings(task.work / "cache", len(programs)), {}
+    for name, program in programs.items():
+        folder = task.work / f"{script}.{name}"
+        output, log = task.work / f"{script}.{name}.out", folder / "metrics.jsonl"
+        contestants[name] = gpu_speed.Contestant(program, output, settings, log=log, window=task.plan.window)
+    return contestants
 
-    def on_change(results: list[dict]) -> None:
-        report.write("speed", "running", speed_lines(results), results)
 
-    results = gpu_speed.measure_speeds(
-        scripts, plan.variants, plan.device, plan.window, plan.rounds, seconds, work, work.parent / "cache", on_change
-    )
-    on_change(results)
-    report.draw("speed", throughput.draw, results)
+def one_by_one(task: Task, things: list[str], measure: Callable[[str, float], None]) -> None:
+    """Measure things one after the other, each within its share of what is left of the time.
+
+    One that fails leaves the others alone; all failures are told at the end.
+    """
+    failures = []
+    for i, thing in enumerate(things):
+        try:
+            measure(thing, task.share(i, len(things)))
+        except (Exception, SystemExit) as error:
+            failures.append(f"{thing}: {turns.describe_error(error)}")
+    if failures:
+        raise RuntimeError("; ".join(failures))
 
 
-def measure_inference(plan: Plan, scripts: list[str], seconds: float, work: Path, report: Report) -> None:
-    from benchmarks import inference
-    from benchmarks.networks import NETWORKS
+def measure_speeds(task: Task) -> None:
+    """The pairs one after the other."""
+    results = {}
 
-    networks = plan.inference.get("networks") or (*(name for name in scripts if name in NETWORKS), "rllib_cnn")
-    options = inference.Options(out=work, devices=(plan.device,), **plan.inference | {"networks": networks})
-    results = []
+    def on_change(result: dict) -> None:
+        results[result["script"]] = result
+        status = f"running: {len(results)} of {len(task.scripts)}"
+        task.report.write("speed", status, speed_lines(list(results.values())), list(results.values()))
+
+    def measure(script: str, seconds: float) -> None:
+        contestants = contestants_of(task, script)
+        gpu_speed.measure(script, contestants, task.plan.device, task.plan.rounds, seconds, on_change)
+        task.report.draw("speed", throughput.draw, list(results.values()))
+
+    one_by_one(task, task.scripts, measure)
+
+
+def measure_inference(task: Task) -> None:
+    """The networks one after the other."""
+    networks, results = [*(name for name in task.scripts if name in NETWORKS), "rllib_cnn"], []
 
     def on_result(result: dict) -> None:
         results.append(result)
         best = [f"- {inference.best_line(x)}" for x in results]
         lines = ["## Inference", "", "![% faster than eager](inference.png)", "", *best, ""]
-        report.write("inference", "running", lines, results)
-        report.draw("inference", inference.draw, results)
+        task.report.write("inference", f"running: {len(results)} of {len(networks)}", lines, results)
+        task.report.draw("inference", inference.draw, results)
 
-    inference.measure(inference.check(options), seconds, tqdm(disable=True), on_result)
+    def measure(network: str, seconds: float) -> None:
+        where = {"networks": (network,), "devices": (task.plan.device,), "out": task.work}
+        options = inference.check(inference.Options(**where, **task.plan.inference))
+        inference.measure(options, seconds, tqdm(disable=True), on_result)
+
+    one_by_one(task, networks, measure)
 
 
-def measure_rollout(plan: Plan, _scripts: list[str], seconds: float, work: Path, report: Report) -> None:
-    from benchmarks import rollout
+def measure_device_use(task: Task) -> None:
+    """The pairs one after the other; beside the speeds of undisturbed scripts, if they lie in the same folder."""
+    file, uses = task.report.out / "speed.json", {}
+    speeds = json.loads(file.read_text()) if file.exists() else []
+    known = {(x["script"], name): y.get("steps_per_second") for x in speeds for name, y in x["contestants"].items()}
 
+    def measure(script: str, seconds: float) -> None:
+        limits = task.plan.profile_seconds, seconds, task.work
+        uses[script] = device_use.measure(script, task.plan.profiled, task.plan.device, *limits)
+        lines = ["## What the device does", "", "![device busy](device_use.png)", "", *device_use.table_of(uses, known)]
+        task.report.write("device_use", f"running: {len(uses)} of {len(task.scripts)}", [*lines, ""], uses)
+        task.report.draw("device_use", device_use.draw, uses)
+
+    one_by_one(task, task.scripts, measure)
+
+
+def measure_rollout(task: Task) -> None:
     def on_result(result: dict) -> None:
-        report.write("rollout", "running", ["## Rollout", "", *rollout.table_of(result), ""], result)
+        task.report.write("rollout", "running", ["## Rollout", "", *rollout.table_of(result), ""], result)
 
-    options = rollout.check(rollout.Options(out=work, device=plan.device, **plan.rollout))
-    rollout.measure(options, seconds, tqdm(disable=True), on_result)
-
-
-def measure_device_use(plan: Plan, scripts: list[str], seconds: float, work: Path, report: Report) -> None:
-    from benchmarks import device_use
-
-    uses = device_use.measure(
-        scripts, plan.profiled, plan.device, plan.profile_seconds, seconds, work, work.parent / "cache"
-    )
-    speeds = json.loads((report.out / "speed.json").read_text()) if (report.out / "speed.json").exists() else []
-    known = {(x["script"], name): y for x in speeds for name, y in x["contestants"].items()}
-    lines = ["## What the device does", "", "![device busy](device_use.png)", ""]
-    lines += [*device_use.table_of(uses, {key: x.get("steps_per_second") for key, x in known.items()}), ""]
-    report.write("device_use", "running", lines, uses)
-    report.draw("device_use", device_use.draw, uses)
+    options = rollout.check(rollout.Options(out=task.work, device=task.plan.device, **task.plan.rollout))
+    rollout.measure(options, task.share(0, 1), tqdm(disable=True), on_result)
 
 
-STAGES = {
-    "speed": measure_speeds,
-    "inference": measure_inference,
-    "rollout": measure_rollout,
-    "device_use": measure_device_use,
-}
+# Of each stage the parts, the most important first, with the share that each may take of the time that is left
+STAGES: dict[str, dict[str, tuple[Callable[[Task], None], float]]] = {
+    "correctness": {"parity": (compare_pairs, 0.7), "tests": (run_tests, 1.0)},
+    "speed": {"speed": (measure_speeds, 1.0)},
+    "more": {
+        "inference": (measure_inference, 0.5), "device_use": (measure_device_use, 0.75),
+        "rollout": (measure_rollout, 1.0),
+    },
+}  # fmt: skip
 
 
 def check(options: Options) -> list[str]:
     """Refuse what can't work; returns the pairs to measure, the most important first."""
     check_known("script", options.scripts, pairs())
-    if options.time_limit <= 0:
-        fail("--time-limit must be more than 0")
-    if options.memory_gib is not None and options.memory_gib <= 0:
-        fail("--memory-gib must be more than 0")
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    check_positive(options, "time_limit", "memory_gib")
+    if options.leanrl is not None and not options.leanrl.is_dir():
+        fail(f"--leanrl: there is no folder {options.leanrl}")
+    missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         fail(f"not installed: {', '.join(missing)}")
     import torch
@@ -199,37 +325,38 @@ def check(options: Options) -> list[str]:
     if not options.dry_run and not torch.cuda.is_available():
         fail("PyTorch finds no CUDA device here; --dry-run goes the same way on the CPU, at toy size")
     make_folder(options.out)
-    if any(options.out.iterdir()):
-        fail(f"{options.out} is not empty")
+    if (options.out / f"{options.stage}.md").exists():
+        fail(f"{options.out} holds results of this stage; name another folder")
     scripts = options.scripts or (("dqn",) if options.dry_run else tuple(pairs()))
     return sorted(scripts, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
 
 
+def run_part(name: str, part: Callable[[Task], None], task: Task) -> None:
+    """Run a part of a stage; whatever ends it is told, and the parts after it may still work."""
+    begin = time.perf_counter()
+    task.report.write(name, "running")
+    try:
+        part(task)
+        status = "done"
+    except KeyboardInterrupt:
+        task.report.write(name, f"stopped, {task.report.status[name]}")
+        raise
+    except (Exception, SystemExit) as error:
+        status = f"failed: {no_bars(turns.describe_error(error))}"
+    task.report.write(name, f"{status}, {time.perf_counter() - begin:.0f} s")
+
+
 def main(options: Options) -> None:
     started, scripts = time.perf_counter(), check(options)
-    plan, report = TOY if options.dry_run else Plan(), Report(options.out, options.dry_run)
-    stop_by_exception()
+    options.leanrl = options.leanrl and options.leanrl.resolve()  # programs run in the root of the repository
+    plan, report = TOY if options.dry_run else Plan(), Report(options.out, options.stage, options.dry_run)
     if options.memory_gib is not None:
         os.environ["MEMORY_GIB"] = str(options.memory_gib)
-    with tempfile.TemporaryDirectory() as folder:
-        for i, (stage, function) in enumerate(STAGES.items()):
-            left = options.time_limit - (time.perf_counter() - started)
-            seconds = left * SHARES[stage] / sum(list(SHARES.values())[i:])
-            work, begin = Path(folder, stage), time.perf_counter()
+    with stoppable(f"what was measured before lies in {options.out}"), tempfile.TemporaryDirectory() as folder:
+        for name, (part, share) in STAGES[options.stage].items():
+            now, work = time.perf_counter(), Path(folder, name)
             work.mkdir()
-            print(f"{stage}: {seconds:.0f} s at most", file=sys.stderr)
-            report.write(stage, "running")
-            try:
-                function(plan, scripts, seconds, work, report)
-                status = "done"
-            except KeyboardInterrupt:
-                report.write(stage, "stopped")
-                sys.exit(130)
-            except Exception as error:  # the stages after it may still work
-                status = f"failed: {turns.describe_error(error)}"
-            report.write(stage, f"{status}, {time.perf_counter() - begin:.0f} s")
-    print((options.out / "report.md").read_text())
-
-
-if __name__ == "__main__":
-    main(tyro.cli(Options, prog="./run.sh gpu", description=__doc__))
+            deadline = now + share * (started + options.time_limit - now)
+            print(f"{name}: {deadline - now:.0f} s at most", file=sys.stderr)
+            run_part(name, part, Task(plan, scripts, options.leanrl, work, report, deadline))
+    print(report.path.read_text())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.programs import ROOT, SCRIPTS, load_script
+from benchmarks.common.programs import ROOT, fields_of
 
 
 def make_line(step: int, episode_return: float | None, episodes: int | None = None, speed: float = 1000) -> dict:
@@ -38,7 +38,7 @@ def make_run(folder: Path, lines: list, *, script: str = "ppo.py", seed: int = 1
 
 def toy_flags(script: str, total: int = 600) -> list[str]:
     """Flags with which a script, whichever it is, makes some updates within a second or two."""
-    fields = load_script(SCRIPTS / f"{script}.py").Args.__dataclass_fields__
+    fields = fields_of(script)
     toy = {"num_steps": 32, "num_minibatches": 2, "update_epochs": 2, "learning_starts": 100, "batch_size": 16}
     toy |= {"buffer_size": 1000, "log_every": 50, "total_timesteps": total}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in toy.items() if name in fields]
@@ -46,8 +46,9 @@ def toy_flags(script: str, total: int = 600) -> list[str]:
 
 
 def benchmark(name: str, *flags, timeout: float = 300, **options) -> subprocess.CompletedProcess:
-    """Run `python -m benchmarks.NAME FLAGS` to its end."""
-    command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, flags)]
+    """Run `./run.sh NAME FLAGS` to its end; or a module of benchmarks/ by its name with a dot."""
+    module = [f"benchmarks.{name}"] if "." in name else ["benchmarks", name]
+    command = [sys.executable, "-m", *module, *map(str, flags)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options)
 
 

@@ -18,7 +18,8 @@ from helpers import load, needs_cuda
 from torch import nn
 from torch._dynamo.utils import counters
 
-from benchmarks.evaluate import EVALUATION, Options, evaluate
+from benchmarks.tools.evaluate import Options, evaluate
+from benchmarks.tools.play import EVALUATION
 
 EAGER, COMPILED = "ppo_atari_envpool", "ppo_atari_envpool_torchcompile"
 SCRIPT = load(EAGER)

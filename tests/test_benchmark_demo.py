@@ -8,7 +8,8 @@ import time
 import pytest
 from benchmark_helpers import ROOT, benchmark
 
-from benchmarks import demo, runs
+from benchmarks.common import runs
+from benchmarks.tools import demo
 
 SMALL = ("--num-steps", "64", "--num-minibatches", "4", "--no-compile", "--no-tensorboard", "--env-id", "Pendulum-v1")
 
@@ -24,7 +25,8 @@ def test_demo_ends_with_curve_and_summary(tmp_path):
 
 def test_demo_stopped_says_how_to_go_on_and_goes_on(tmp_path):
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "benchmarks.demo", "--total-timesteps", "100_000", f"--run_dir={folder}", *SMALL]
+    program = [sys.executable, "-m", "benchmarks", "demo", "--total-timesteps", "100_000"]
+    command = [*program, f"--run_dir={folder}", *SMALL]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
     while runs.read_run(folder).steps < 1000 and process.poll() is None:
         time.sleep(0.1)

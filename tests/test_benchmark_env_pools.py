@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from benchmark_helpers import refusal
 
-from benchmarks import env_pools, pool_models
-from benchmarks.programs import ROOT
+from benchmarks.pools import env_pools
+from benchmarks.pools import models as pool_models
 
 TIMES = T, TAIL, CHANCE = 0.003, 0.1, 0.05
 
@@ -61,14 +61,6 @@ def test_measures_and_reports(tmp_path, monkeypatch, capsys):
     assert [row["model"] for row in result["rows"]] == pytest.approx([0.003 + 0.1 * (1 - 0.99**6), 0.004, 0.008])
     text = (tmp_path / "env_pools.md").read_text()
     assert text in capsys.readouterr().out and "| ours, M = N/4, W x V = N/2 x 2 | " in text
-
-
-def test_the_report_is_that_of_the_committed_results(tmp_path):
-    results = ROOT / "benchmarks" / "results" / "env_pools"
-    for path in results.glob("*.json"):
-        (tmp_path / path.name).write_text(path.read_text())
-    assert env_pools.write_summary(tmp_path) == (results / "env_pools.md").read_text()
-    assert len(list(tmp_path.glob("*.json"))) >= 3
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,23 @@
 """./run.sh evaluate on tiny runs of every script, and on bad input."""
 
-import importlib.util
+import itertools
 import json
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import helpers
 import pytest
+import torch
 import tyro
-from benchmark_helpers import benchmark, make_line, make_run, refusal, toy_flags
+from benchmark_helpers import ROOT, benchmark, make_line, make_run, refusal, toy_flags
 
-from benchmarks import evaluate
-from benchmarks.programs import SCRIPTS, load_script
+from benchmarks.common.programs import SCRIPTS, load_script
+from benchmarks.tools import evaluate, follow
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +94,88 @@ def test_bad_flags(run_dir, refused, tmp_path):
     assert done.returncode == 2 and done.stderr == f"error: there is no folder {tmp_path / 'missing'}\n"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("moviepy") is not None, reason="moviepy is installed")
-def test_video_without_moviepy(run_dir, tmp_path, refused):
-    assert "moviepy" in refused(run_dir, video=tmp_path / "a.mp4")
+@pytest.mark.parametrize(
+    ("env_id", "there", "missing"),
+    [
+        ("CartPole-v1", (), "moviepy and pygame"),
+        ("CartPole-v1", ("moviepy",), "pygame"),
+        ("HalfCheetah-v4", ("pygame",), "moviepy"),
+    ],
+)
+def test_video_names_what_to_install(env_id, there, missing, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(evaluate.importlib.util, "find_spec", lambda name: name if name in there else None)
+    module = load_script(SCRIPTS / "ppo.py")
+    line = refusal(lambda path: evaluate.check_video(module, env_id, path), tmp_path / "a.mp4", capsys)
+    assert f"needs {missing}: " in line and line.endswith(f"-m pip install {missing.replace(' and ', ' ')}\n")
 
 
 def test_video_of_an_environment_of_envpool(tmp_path, monkeypatch, capsys):
     module = load_script(SCRIPTS / "ppo.py")
     monkeypatch.setattr(evaluate.importlib.util, "find_spec", lambda _: True)
-    with pytest.raises(SystemExit):
-        evaluate.check_video(module, "Pong-v5", tmp_path / "a.mp4")
-    assert "EnvPool only" in capsys.readouterr().err
+    line = refusal(lambda path: evaluate.check_video(module, "Pong-v5", path), tmp_path / "a.mp4", capsys)
+    assert "EnvPool only" in line
+
+
+def evaluations(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "evaluation.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def start():
+    """A function that starts a program, which is ended with the test at the latest."""
+    processes = []
+
+    def call(*command, **options) -> subprocess.Popen:
+        program = [sys.executable, *map(str, command)]
+        processes.append(subprocess.Popen(program, cwd=ROOT, stderr=subprocess.DEVNULL, text=True, **options))
+        return processes[-1]
+
+    yield call
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_a_run_is_followed_until_it_has_ended(tmp_path, start):
+    """From its first checkpoint to its last, in a process beside that of the training."""
+    folder = tmp_path / "run"
+    flags = [*toy_flags("ppo", total=10**8), "--checkpoint-every=2000", f"--run-dir={folder}"]
+    training = start(SCRIPTS / "ppo.py", *flags)
+    while not (folder / "metrics.jsonl").exists():
+        assert training.poll() is None
+        time.sleep(0.05)
+    assert follow.is_running(folder)
+    following = start("-m", "benchmarks", "evaluate", folder, "--follow", "--episodes", 2, stdout=subprocess.PIPE)
+    while not (folder / "evaluation.jsonl").exists() or len(evaluations(folder)) < 2:
+        assert training.poll() is None and following.poll() is None
+        time.sleep(0.05)
+    training.send_signal(signal.SIGINT)
+    output, _ = following.communicate(timeout=120)
+    assert training.wait() == 130 and following.returncode == 0 and not follow.is_running(folder)
+    lines = evaluations(folder)
+    steps = [line["global_step"] for line in lines]
+    last = torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"]
+    assert steps == sorted(set(steps)) and len(steps) >= 3 and steps[-1] == last
+    assert all(line["episodes"] == 2 and line["mean_return"] > 5 and line["std_return"] >= 0 for line in lines)
+    assert all(before["seconds"] < after["seconds"] for before, after in itertools.pairwise(lines))
+    assert f"step {last:,}: " in output and (folder / "evaluation.png").stat().st_size > 1000
+    # Once more: there is nothing left to play, and what was played is kept
+    assert benchmark("evaluate", folder, "--follow").returncode == 0 and evaluations(folder) == lines
+
+
+def test_who_only_reads_a_log_is_no_run(run_dir):
+    with (run_dir / "metrics.jsonl").open() as _:
+        assert not follow.is_running(run_dir)
+    with (run_dir / "metrics.jsonl").open("a") as _:
+        assert follow.is_running(run_dir)
+
+
+def test_a_run_that_can_not_be_followed(run_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(follow.os, "nice", lambda _: 0)  # which could not be taken back
+    without = make_run(tmp_path / "crashed", [make_line(100, 1.0, 1)])
+    for folder, changes, message in (
+        (without, {}, "has no checkpoint.pt"),
+        (tmp_path / "missing", {}, "there is no folder"),
+        (run_dir, {"video": Path("a.mp4")}, "films nothing"),
+    ):
+        assert message in refusal(evaluate.main, evaluate.Options(folder, follow=True, **changes), capsys)

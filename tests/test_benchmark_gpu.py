@@ -1,5 +1,7 @@
 """./run.sh gpu: a dry run, and its parts."""
 
+import copy
+import itertools
 import json
 import sys
 import time
@@ -11,48 +13,76 @@ import torch
 import tyro
 from benchmark_helpers import benchmark, refusal
 
-from benchmarks import device_use, gpu, gpu_speed, parity, processes, results, turns
-from benchmarks.programs import SCRIPTS, VARIANTS, endless_flags, load_script, pairs
+from benchmarks import gpu
+from benchmarks.common import processes, results, turns
+from benchmarks.common.programs import SCRIPTS, VARIANTS, endless_flags, load_script, pairs
+from benchmarks.throughput import device_use, gpu_speed, parity
 
-FILES = {"report.md", "speed.json", "speed.png", "inference.json", "inference.png", "rollout.json", "device_use.json",
-         "device_use.png"}  # fmt: skip
+FILES = {
+    "correctness": {"correctness.md", "parity.json", "tests.json"},
+    "speed": {"speed.md", "speed.json", "speed.png"},
+    "more": {"more.md", "inference.json", "inference.png", "rollout.json", "device_use.json", "device_use.png"},
+}
 
 
-def test_dry_run(tmp_path):
-    done = benchmark("gpu", "--dry-run", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    text = (tmp_path / "out" / "report.md").read_text()
-    assert {path.name for path in (tmp_path / "out").iterdir()} == FILES and len(FILES) <= 8, text
-    assert text.count("| done, ") == 4 and "dry run" in text and str(tmp_path) not in text and "/tmp" not in text
-    (result,) = json.loads((tmp_path / "out" / "speed.json").read_text())
-    assert result["parity"]["lean"]["equal"] and result["parity"]["lean"]["weights"] == 0  # the twins are alike
+@pytest.fixture
+def dry_run(tmp_path):
+    """A stage run at toy size: name -> what it left, by file, and its Markdown."""
+
+    def run(stage: str) -> tuple[dict, str]:
+        done = benchmark("gpu", stage, tmp_path / "out", "--dry-run")
+        assert done.returncode == 0, done.stderr
+        text = (tmp_path / "out" / f"{stage}.md").read_text()
+        assert {path.name for path in (tmp_path / "out").iterdir()} == FILES[stage] and len(FILES[stage]) <= 8, text
+        assert "dry run" in text and "/tmp" not in text and text.count("| done, ") == len(gpu.STAGES[stage]), text
+        return {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*.json")}, text
+
+    return run
+
+
+def test_dry_run_of_correctness(dry_run):
+    results, text = dry_run("correctness")
+    own = results["parity"]["dqn"]["lean"]
+    assert own["equal"] and own["weights"] == 0  # the twins are alike
+    assert "| `dqn` | yes (0e+00) |" in text
+    assert set(results["tests"].values()) <= {"SKIPPED", "PASSED"} and results["tests"]
+
+
+def test_dry_run_of_speed(dry_run):
+    results, _ = dry_run("speed")
+    (result,) = results["speed"]
     for own in result["contestants"].values():
         assert "failed" not in own and own["steps_per_second"] > 100 and len(own["rounds"]) == 2
     assert [x["of"] for x in result["ratios"]] == ["lean"]
-    (inference,) = json.loads((tmp_path / "out" / "inference.json").read_text())
-    assert inference["network"] == "dqn" and "speedup" in inference["cells"][0]
-    (row,) = json.loads((tmp_path / "out" / "rollout.json").read_text())["rows"]
+
+
+def test_dry_run_of_more(dry_run):
+    results, _ = dry_run("more")
+    inference, other = results["inference"]
+    assert (inference["network"], other["network"]) == ("dqn", "rllib_cnn") and "speedup" in inference["cells"][0]
+    (row,) = results["rollout"]["rows"]
     assert row["actor"] == "off" and row["steps_per_second"] > 100
-    use = json.loads((tmp_path / "out" / "device_use.json").read_text())["dqn"]["eager"]
+    use = results["device_use"]["dqn"]["eager"]
     assert 0 < use["busy_fraction"] < 1 and use["kernels_per_step"] > 1 and len(use["timeline"]) > 5
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
 def test_without_cuda_it_says_so(tmp_path, capsys):
-    assert "no CUDA device" in refusal(gpu.check, gpu.Options(tmp_path / "out"), capsys)
+    assert "no CUDA device" in refusal(gpu.check, gpu.Options("speed", tmp_path / "out"), capsys)
     assert not (tmp_path / "out").exists()
 
 
 def test_bad_input(tmp_path, capsys):
-    (tmp_path / "file").touch()
+    (tmp_path / "speed.md").touch()
     for options, message in (
-        ({"out": tmp_path}, "is not empty"),
+        ({"out": tmp_path}, "holds results of this stage"),
         ({"out": Path("/dev/null/x")}, "can't write"),
         ({"out": tmp_path / "new", "scripts": ("sarsa",)}, "no script sarsa"),
         ({"out": tmp_path / "new", "time_limit": 0}, "--time-limit"),
         ({"out": tmp_path / "new", "memory_gib": 0}, "--memory-gib"),
+        ({"out": tmp_path / "new", "leanrl": tmp_path / "none"}, "--leanrl: there is no folder"),
     ):
-        assert message in refusal(gpu.check, gpu.Options(**options, dry_run=True), capsys)
+        assert message in refusal(gpu.check, gpu.Options("speed", **options, dry_run=True), capsys)
 
 
 def test_as_many_at_a_time_as_memory_is_enough_for(monkeypatch):
@@ -63,20 +93,21 @@ def test_as_many_at_a_time_as_memory_is_enough_for(monkeypatch):
 
 
 def test_the_most_important_pairs_come_first(tmp_path):
-    scripts = gpu.check(gpu.Options(tmp_path, tuple(pairs()), dry_run=True))
+    scripts = gpu.check(gpu.Options("more", tmp_path, tuple(pairs()), dry_run=True))
     assert sorted(scripts) == pairs() and scripts[:2] == ["ppo_continuous_action", "sac_continuous_action"]
 
 
-def test_a_stage_that_fails_leaves_the_others_alone(tmp_path, monkeypatch, capsys):
-    def crash(*_arguments) -> None:
-        raise RuntimeError("out of memory")
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), SystemExit("out of memory")])
+def test_a_part_that_fails_leaves_the_others_alone(tmp_path, monkeypatch, capsys, error):
+    def crash(_task) -> None:
+        raise error
 
-    monkeypatch.setattr(gpu, "STAGES", {"speed": crash, "rollout": lambda *_: None})
-    monkeypatch.setattr(gpu, "SHARES", {"speed": 0.5, "rollout": 0.5})
-    gpu.main(gpu.Options(tmp_path / "out", dry_run=True))
+    parts = {"speed": (crash, 0.5), "rollout": (lambda _task: None, 1.0)}
+    monkeypatch.setattr(gpu, "STAGES", {"speed": parts})
+    gpu.main(gpu.Options("speed", tmp_path / "out", dry_run=True))
     text = capsys.readouterr().out
-    assert "| speed | failed: RuntimeError: out of memory, 0 s |" in text and "| rollout | done, 0 s |" in text
-    assert text.startswith((tmp_path / "out" / "report.md").read_text())
+    assert f"| speed | failed: {type(error).__name__}: out of memory, 0 s |" in text
+    assert "| rollout | done, 0 s |" in text and text.startswith((tmp_path / "out" / "speed.md").read_text())
 
 
 def test_a_file_is_whole_at_any_moment(tmp_path, monkeypatch):
@@ -92,42 +123,176 @@ def test_a_file_is_whole_at_any_moment(tmp_path, monkeypatch):
     assert path.read_text() == "the first"
 
 
+# A program that writes a line of ten steps each 20 ms, as soon as it is ready; which may be never
+LOGS = """
+import json, os, sys, time
+file, late, total = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+time.sleep(late)
+os.makedirs(os.path.dirname(file))
+log, start = open(file, "w", buffering=1), time.perf_counter()
+for i in range(total):
+    time.sleep(0.02)
+    print(json.dumps({"global_step": 10 * i, "seconds": time.perf_counter() - start, "losses/x": 1}), file=log)
+"""
+
+
+def contestant(folder: Path, late: float = 0.0, total: int = 10**6, window: float = 0.4) -> gpu_speed.Contestant:
+    log = folder / "run" / "metrics.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    program = [sys.executable, "-c", LOGS, str(log), str(late), str(total)]
+    return gpu_speed.Contestant(program, folder / "output", log=log, window=window)
+
+
 def test_speed_of_a_contestant_that_is_frozen_in_between(tmp_path):
-    """It writes a line of ten steps each 20 ms; asleep it writes none, and its sleep is in no window."""
-    (tmp_path / "run").mkdir()
-    code = (
-        "import json, time; file = open('metrics.jsonl', 'w', buffering=1); start = time.perf_counter()\n"
-        "for i in range(10000):\n"
-        "    time.sleep(0.02)\n"
-        "    row = {'global_step': 10 * i, 'seconds': time.perf_counter() - start, 'losses/x': 1}\n"
-        "    print(json.dumps(row), file=file)"
-    )
-    contestant = gpu_speed.Contestant("ppo", "eager", tmp_path)
-    wrapped = f"import os; os.chdir({str(tmp_path / 'run')!r}); exec({code!r})"
-    contestant.child = processes.start([sys.executable, "-c", wrapped], tmp_path / "output")
-    gpu_speed.wait_until_ready([contestant], [], time.perf_counter() + 20)
-    assert contestant.child.is_frozen() and contestant.failed is None
-    known = len(contestant.lines())
+    """Asleep it writes no line, and its sleep is in no window."""
+    one = contestant(tmp_path)
+    turns.prepare([one], 1, 20.0, time.perf_counter() + 20)
+    assert one.child.is_frozen() and one.error is None
+    known = len(one.lines())
     time.sleep(0.5)
-    assert len(contestant.lines()) == known
+    assert len(one.lines()) == known
     for _ in range(2):
-        contestant.measure(0.4, 0.1)
+        one.take_turn(10.0)
         time.sleep(0.3)
-    contestant.child.kill()
-    assert len(contestant.rounds) == 2
-    assert 250 < contestant.result()["steps_per_second"] < 550  # of 500 at most; with its sleep it would be 200
+    one.child.kill()
+    assert len(one.rounds) == 2
+    assert 250 < one.result()["steps_per_second"] < 550  # of 500 at most; with its sleep it would be 200
 
 
-def test_a_contestant_that_crashes_or_never_learns_is_a_row(tmp_path):
-    crashes, idles = (gpu_speed.Contestant("ppo", name, tmp_path / name) for name in ("eager", "lean"))
-    for x, code in ((crashes, "raise SystemExit('error: no memory')"), (idles, "import time; time.sleep(60)")):
-        x.folder.mkdir()
-        x.child = processes.start([sys.executable, "-c", code], x.folder / "output")
-    gpu_speed.wait_until_ready([crashes, idles], [], time.perf_counter() + 3)
-    (result,) = gpu_speed.results_of([crashes, idles], {}, "cpu")
-    assert "no memory" in result["contestants"]["eager"]["failed"]
-    assert "not steady after" in result["contestants"]["lean"]["failed"]
-    assert "| failed: error: no memory | - | - |" in "\n".join(gpu.speed_lines([result]))
+def test_only_one_contestant_is_awake(tmp_path):
+    """Of those that are measured: the others write nothing meanwhile."""
+    contestants = [contestant(tmp_path / str(i)) for i in range(3)]
+    lengths = []
+    turns.take_turns(
+        contestants, 3, 20.0, 30.0, lambda _: lengths.append([len(x.lines()) for x in contestants]), rounds=2
+    )
+    changed = [{i for i in range(3) if after[i] > before[i]} for before, after in itertools.pairwise(lengths)]
+    assert changed == [{1}, {2}, {2}, {1}, {0}]  # forwards, then backwards
+
+
+def test_what_was_measured_until_the_time_is_up_is_kept_and_published(tmp_path, monkeypatch, capsys):
+    """One pair is well, of one a contestant gets ready too late and one ends, the last one's turn never comes."""
+    pairs_of = {
+        "ppo": {"eager": 0.0, "lean": 0.0},
+        "dqn": {"eager": 0.0, "lean": 60.0, "compile": 0.0},
+        "td3_continuous_action": {"eager": 60.0, "lean": 60.0},
+    }
+    published = []
+
+    def contestants_of(task, script: str) -> dict:
+        found = {name: contestant(task.work / f"{script}.{name}", late) for name, late in pairs_of[script].items()}
+        if "compile" in found:
+            found["compile"] = contestant(task.work / "ends", total=30)
+        return found
+
+    write = gpu.Report.write
+
+    def watched(report, *arguments) -> None:
+        write(report, *arguments)
+        published.append(report.path.read_text())
+
+    monkeypatch.setattr(gpu, "contestants_of", contestants_of)
+    monkeypatch.setattr(gpu.Report, "write", watched)
+    monkeypatch.setattr(gpu, "FIRST", tuple(pairs_of))
+    start = time.perf_counter()
+    gpu.main(gpu.Options("speed", tmp_path / "out", tuple(pairs_of), time_limit=18.0, dry_run=True))
+    assert time.perf_counter() - start < 26
+    results = {x["script"]: x["contestants"] for x in json.loads((tmp_path / "out" / "speed.json").read_text())}
+    assert all(250 < own["steps_per_second"] < 550 and len(own["rounds"]) == 2 for own in results["ppo"].values())
+    assert 250 < results["dqn"]["eager"]["steps_per_second"] < 550
+    assert results["dqn"]["lean"]["failed"].startswith("not ready after ")
+    assert results["dqn"]["compile"]["failed"] == "ended by itself"
+    assert all("not ready after" in own["failed"] for own in results["td3_continuous_action"].values())
+    text = (tmp_path / "out" / "speed.md").read_text()
+    assert text in capsys.readouterr().out and "| speed | done, " in text and "| failed: not ready after " in text
+    # A kill at any moment would have left what was there: the first speeds while all the others were still to come
+    first = next(x for x in published if "CartPole-v1 | eager | 4" in x)
+    assert "running: 1 of 3" in first and "td3" not in first and (tmp_path / "out" / "speed.png").exists()
+
+
+def test_a_pair_that_fails_leaves_the_others_alone(tmp_path):
+    seen = []
+
+    def measure(script: str, seconds: float) -> None:
+        seen.append((script, seconds))
+        if script == "dqn":
+            raise SystemExit("no such file")
+
+    task = gpu.Task(gpu.TOY, [], None, tmp_path, None, time.perf_counter() + 30)
+    with pytest.raises(RuntimeError, match=r"^dqn: SystemExit: no such file$"):
+        gpu.one_by_one(task, ["ppo", "dqn", "sac"], measure)
+    assert [name for name, _ in seen] == ["ppo", "dqn", "sac"]
+    assert [seconds for _, seconds in seen] == pytest.approx([10, 15, 30], abs=0.5)  # what is left, in equal shares
+
+
+def test_a_contestant_that_crashes_is_a_row(tmp_path):
+    one = turns.Contestant([sys.executable, "-c", "raise SystemExit('error: no memory')"], tmp_path / "output")
+    crashed = gpu_speed.Contestant(one.command, one.output, log=tmp_path / "none")
+    results = []
+    gpu_speed.measure("ppo", {"eager": crashed}, "cpu", 2, 10.0, results.append)
+    assert "no memory" in results[-1]["contestants"]["eager"]["failed"]
+    assert "| failed: error: no memory | - |" in "\n".join(gpu.speed_lines(results))
+
+
+def test_pairs_are_compared_until_the_time_is_up(tmp_path, monkeypatch):
+    """One pair's process writes a variant and then another one, one crashes, one hangs."""
+    code = {
+        "writes": "write({'lean': {'equal': True}}); write({'lean': {'equal': True}, 'compile': {'equal': False}})",
+        "crashes": "write({'lean': {'equal': True}}); raise SystemExit('error: CUDA is out of luck')",
+        "hangs": "time.sleep(60)",
+    }
+    begin = "import json, sys, time; write = lambda x: (time.sleep(0.5), open(sys.argv[1], 'w').write(json.dumps(x)))\n"
+    start = processes.start
+    monkeypatch.setattr(
+        processes, "start",
+        lambda command, output, **_: start([sys.executable, "-c", begin + code[command[3]], command[4]], output),
+    )  # fmt: skip
+    seen = []
+    parity.compare_all(list(code), ("lean", "compile"), [], 6.0, tmp_path, lambda x: seen.append(copy.deepcopy(x)))
+    assert seen[0]["hangs"] == {} and len(seen) >= 3
+    assert seen[-1]["writes"] == {"lean": {"equal": True}, "compile": {"equal": False}}
+    assert (
+        seen[-1]["crashes"]["compile"]["failed"] == "error: CUDA is out of luck"
+        and seen[-1]["crashes"]["lean"]["equal"]
+    )
+    assert seen[-1]["hangs"]["lean"]["failed"] == "no time left"
+
+
+def test_outcomes_of_tests_are_read_from_half_an_output():
+    lines = ["tests/test_a.py::test_x[cuda-True] PASSED [ 3%]", "tests/test_a.py::test_y SKIPPED (no CUDA)", "tests/te"]
+    expected = {"tests/test_a.py::test_x[cuda-True]": "PASSED", "tests/test_a.py::test_y": "SKIPPED"}
+    assert gpu.read_tests("\n".join(lines)) == expected
+
+
+# As LeanRL's scripts are: they step a vector environment, and report to Weights & Biases once they have compiled
+LEANRL = """
+import sys
+import gymnasium as gym
+import numpy as np
+import wandb
+assert "--compile" in sys.argv and "--cudagraphs" in sys.argv and "--learning-starts=1000" in sys.argv
+wandb.init(project="x", config={})
+envs = gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2)
+envs.reset()
+for step in range(10**9):
+    envs.step(np.zeros(2, dtype=int))
+    if step % 100 == 99 and step > 1000:
+        wandb.log({"speed": 1.0}, step=step)
+"""
+
+
+def test_leanrl_is_measured_beside_ours(tmp_path):
+    (tmp_path / "lean" / "leanrl").mkdir(parents=True)
+    (tmp_path / "lean" / "leanrl" / "dqn_torchcompile.py").write_text(LEANRL)
+    task = gpu.Task(gpu.TOY, ["dqn"], tmp_path / "lean", tmp_path, None, time.perf_counter() + 30)
+    assert "leanrl" not in gpu.contestants_of(task, "ppo")
+    one = gpu.contestants_of(task, "dqn")["leanrl"]
+    results = []
+    gpu_speed.measure("dqn", {"leanrl": one}, "cpu", 1, 30.0, results.append)
+    own = results[-1]["contestants"]["leanrl"]
+    assert "failed" not in own and own["steps_per_second"] > 1000
+    lines = one.lines()
+    assert "losses/reported" not in lines[0] and "losses/reported" in lines[-1]
 
 
 def test_the_error_is_named_and_not_the_advice_after_it(tmp_path):

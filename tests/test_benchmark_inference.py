@@ -11,10 +11,11 @@ import pytest
 import torch
 from benchmark_helpers import benchmark, refusal
 
-from benchmarks import inference, inference_worker, turns
-from benchmarks.networks import NETWORKS, draw_inputs, make_act
-from benchmarks.paths import Built, build, path_names
-from benchmarks.programs import pairs
+from benchmarks.acting import inference, inference_worker
+from benchmarks.acting.networks import NETWORKS, draw_inputs, make_act
+from benchmarks.acting.paths import Built, build, path_names
+from benchmarks.common import turns
+from benchmarks.common.programs import pairs
 
 CPU = torch.device("cpu")
 
@@ -42,24 +43,24 @@ def test_inference_from_end_to_end(tmp_path):
     assert text in done.stdout and inference.best_line(result) in text and "failed: " in text and "/tmp" not in text
 
 
-def worker(code: str, output: Path) -> turns.Worker:
-    return turns.Worker([sys.executable, "-c", code], output, output.with_suffix(".cache"))
+def contestant(code: str, output: Path) -> turns.Contestant:
+    return turns.Contestant([sys.executable, "-c", code], output)
 
 
-def test_a_worker_that_dies_or_hangs_is_a_row(tmp_path):
+def test_a_contestant_that_dies_or_hangs_is_a_row(tmp_path):
     """One ends before its turn, one is killed in it, one is never ready, and the last one measures."""
     programs = {
         "dies": "raise SystemExit('out of luck')",
-        "killed": "from benchmarks import turns; import os; turns.wait_for_turn(); os.kill(os.getpid(), 11)",
+        "killed": "from benchmarks.common import turns; import os; turns.wait_for_turn(); os.kill(os.getpid(), 11)",
         "hangs": "import time; time.sleep(60)",
-        "works": "from benchmarks import turns; turns.wait_for_turn(); print('done')",
+        "works": "from benchmarks.common import turns; turns.wait_for_turn(); print('done')",
     }
-    workers = {name: worker(code, tmp_path / name) for name, code in programs.items()}
+    contestants = {name: contestant(code, tmp_path / name) for name, code in programs.items()}
     ended = []
-    turns.take_turns(list(workers.values()), 2, 5.0, math.inf, ended.append)
+    turns.take_turns(list(contestants.values()), 2, 5.0, math.inf, ended.append)
     assert len(ended) == 4
-    errors = {name: worker.error for name, worker in workers.items()}
-    assert errors["works"] is None and "done" in workers["works"].child.last_lines()
+    errors = {name: x.error for name, x in contestants.items()}
+    assert errors["works"] is None and "done" in contestants["works"].child.last_lines()
     assert "out of luck" in errors["dies"] and errors["killed"] == "ended by SIGSEGV" and "not ready" in errors["hangs"]
 
 
@@ -75,13 +76,13 @@ def test_a_case_has_as_many_threads_as_it_says(tmp_path, monkeypatch):
     assert found == [(case, [{"threads": "3"}], "no result")]
 
 
-def test_workers_measure_one_at_a_time(tmp_path):
+def test_contestants_measure_one_at_a_time(tmp_path):
     """They are ready side by side, and awake in turns."""
-    code = "from benchmarks import turns; import time; turns.wait_for_turn(); a = time.time(); time.sleep(0.3);"
+    code = "from benchmarks.common import turns; import time; turns.wait_for_turn(); a = time.time(); time.sleep(0.3);"
     code += "print(a, time.time())"
-    workers = [worker(code, tmp_path / str(i)) for i in range(3)]
-    turns.take_turns(workers, 3, 20.0, math.inf, lambda _: None)
-    times = [list(map(float, worker.child.last_lines().split())) for worker in workers]
+    contestants = [contestant(code, tmp_path / str(i)) for i in range(3)]
+    turns.take_turns(contestants, 3, 20.0, math.inf, lambda _: None)
+    times = [list(map(float, x.child.last_lines().split())) for x in contestants]
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(times))
 
 
@@ -181,7 +182,13 @@ def test_an_unequal_path_is_seen(monkeypatch):
 
 
 def cell(path: str, speedup: float, **changes) -> dict:
-    known = {"equal": True, "weights": "follow", "interval": [0.9 * speedup, 1.1 * speedup], "batch_size": 1}
+    known = {
+        "equal": True,
+        "weights": "follow",
+        "refresh_seconds": 0.0,
+        "interval": [0.9 * speedup, 1.1 * speedup],
+        "batch_size": 1,
+    }
     return {"path": path, "speedup": speedup, **known, **changes}
 
 
@@ -192,12 +199,18 @@ def test_only_a_path_that_can_be_trusted_is_best():
         assert inference.best_of([cell("eager", 1.0), good, faster | fault]) is good
     assert inference.best_of([cell("eager", 1.3), cell("doubtful", 1.05)]) is None
     assert inference.best_of([{"path": "eager", "error": "no result"}]) is None
+    noisy = cell("eager", 1.2, interval=[0.9, 1.4])  # eager against itself: no smaller gain is one
+    assert inference.best_of([noisy, cell("within", 1.5)]) is None and inference.best_of([noisy, good]) is good
 
 
 def test_one_line_names_the_best():
     cells = [cell("good", 2.0), cell("good", 1.02, batch_size=4096)]
     result = {"network": "ppo", "device": "cpu", "batch_sizes": [1, 4096], "cells": cells}
     assert inference.best_line(result) == "Best for ppo on cpu, by batch size: 1: good (+100 %), 4,096: eager."
+    copied = cell("copied", 2.0, refresh_seconds=0.0015, refresh_calls=30.2)
+    assert inference.best_paths(result | {"cells": [copied], "batch_sizes": [1]}) == {
+        1: "copied (+100 %; 1.5 ms an update, made up for by 30 calls)"
+    }
 
 
 def test_a_compiled_path_has_compiled_something():

@@ -1,6 +1,10 @@
 """What the README claims is what the committed results say."""
 
-from benchmarks import readme
+import json
+import shutil
+
+from benchmarks.common.results import machine_of, provenance
+from benchmarks.tools import readme
 
 
 def test_the_tables_of_the_readme_are_those_of_the_results():
@@ -13,3 +17,32 @@ def test_a_changed_figure_is_noticed():
     text = readme.README.read_text()
     row = next(line for line in text.splitlines() if line.startswith("| `ppo_continuous_action`, HalfCheetah"))
     assert readme.render(text.replace(row, row.replace("1", "2"))) == text
+
+
+def test_what_is_written_on_the_results_is_what_their_json_says(tmp_path):
+    """Each file of Markdown below the results, made anew, is the one that is committed."""
+    copy = tmp_path / "results"
+    shutil.copytree(readme.RESULTS, copy)
+    written = sorted(path.relative_to(copy) for path in copy.rglob("*.md"))
+    for path in written:
+        (copy / path).unlink()
+    readme.write_summaries(copy)
+    assert sorted(path.relative_to(copy) for path in copy.rglob("*.md")) == written and len(written) > 8
+    for path in written:
+        assert (copy / path).read_text() == (readme.RESULTS / path).read_text(), path
+
+
+def test_what_a_gpu_gave_is_shown(tmp_path, monkeypatch):
+    """A row for each pair, each variant in a column, and how many of them compute what eager does."""
+    (tmp_path / "gpu").mkdir()
+    own = {name: {"steps_per_second": 100.0 * i} for i, name in enumerate(("eager", "compile+cudagraphs"), 1)}
+    result = {"script": "ppo", "env_id": "CartPole-v1", "contestants": own | {"leanrl": {"failed": "it crashed"}}}
+    result["ratios"] = [{"of": "compile+cudagraphs", "to": "eager", "ratio": 2.0, "interval": [1.9, 2.1]}]
+    source = provenance() | {"machine": {"cpu": "Some CPU", "cores": 16, "gpu": "Some GPU"}}
+    (tmp_path / "gpu" / "speed.json").write_text(json.dumps([result | {"provenance": source}]))
+    equal = {"lean": {"equal": True}, "compile": {"equal": True}, "cudagraphs": {"equal": False}}
+    (tmp_path / "gpu" / "parity.json").write_text(json.dumps({"ppo": equal}))
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    header, _, row, *_ = readme.gpu_section()
+    assert machine_of(source) == "16 cores of Some CPU, Some GPU" and "16 cores of Some CPU, Some GPU" in header
+    assert row == "| `ppo`, CartPole-v1 | 100 | 200 | - | 2.0 [1.9, 2.1] | 2 of 3 |"

@@ -1,12 +1,14 @@
 """./run.sh report on synthetic run folders."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from benchmark_helpers import benchmark, make_line, make_run, refusal
 
-from benchmarks import report, runs
+from benchmarks.common import runs
+from benchmarks.learning import report
 
 COMPILE = {"script": "ppo_torchcompile.py", "args": {"compile": True, "cudagraphs": True}}
 
@@ -46,20 +48,23 @@ def test_report_from_end_to_end(folder, tmp_path):
     done = benchmark("report", folder, "--out", tmp_path / "out" / "deep")
     assert done.returncode == 0, done.stderr
     names = {path.name for path in (tmp_path / "out" / "deep").iterdir()}
-    assert names == {"report.md", "report.json", "learning_curves.png"}
+    assert names == {"report.md", "report.json", "learning_curves.png", "curves.json.gz"}
     text = (tmp_path / "out" / "deep" / "report.md").read_text()
     assert text in done.stdout
     assert str(tmp_path) not in text
     result = json.loads((tmp_path / "out" / "deep" / "report.json").read_text())
-    assert set(result["provenance"]) == {"date", "commit", "uncommitted_changes", "versions", "machine"}
+    assert set(result["provenance"]) == {"date", "command", "commit", "uncommitted_changes", "versions", "machine"}
+    assert (
+        result["provenance"]["command"] == f"./run.sh report {folder.name} --out deep"
+    )  # without this machine's folders
     rows = {(row["env_id"], row["variant"]): row for row in result["rows"]}
     eager, compiled, other = rows["CartPole-v1", "eager"], rows["CartPole-v1", "compile"], rows["Other-v0", "eager"]
 
     assert eager["seeds"] == [0, 1, 2, 3] and eager["mean"] == 486 and eager["iqm"] == 486
     assert 480 <= eager["interval"][0] < 486 < eager["interval"][1] <= 492
-    assert eager["verdict"] == "within"  # 490.04 +- 6.12
-    assert compiled["verdict"] == "above" and compiled["steps_per_second"] == pytest.approx(3000)
-    assert other["verdict"] == "no published score" and other["interval"] is None
+    assert report.verdict(eager) == report.verdict(compiled) == "too few seeds" and "| too few seeds |" in text
+    assert compiled["steps_per_second"] == pytest.approx(3000)
+    assert report.verdict(other) == "no published score" and other["interval"] is None
     assert "1 broken lines" in other["notes"][0]
     assert {x["run"] for x in eager["left_out"]} == {"crashed", "no_episode", "twice"}
     for line in ("ended after 200,000 of 500,000 steps", "no episode ended", "seed 0 is there twice"):
@@ -71,19 +76,50 @@ def test_report_from_end_to_end(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mean", "steps", "expected"),
+    ("interval", "seeds", "steps", "expected"),
     [
-        (497, 500_000, "above"),
-        (490, 499_000, "within"),
-        (483, 500_000, "below"),
-        (497, 100_000, "not comparable: 500,000 steps"),
-        (497, 1_000_000, "not comparable: 500,000 steps"),
+        ([497, 499], 5, 500_000, "above"),
+        ([495, 499], 5, 500_000, "no difference seen"),  # 490.04 +- 6.12
+        ([484, 496], 5, 499_000, "no difference seen"),
+        ([480, 483], 5, 500_000, "below"),
+        ([497, 499], 4, 500_000, "too few seeds"),
+        ([497, 499], 5, 100_000, "not comparable: 500,000 steps"),
+        ([497, 499], 5, 1_000_000, "not comparable: 500,000 steps"),
     ],
 )
-def test_verdict(mean, steps, expected):
-    row = report.read_reference()["ppo", "CartPole-v1"]
-    published, verdict = report.verdict(mean, steps, row)
-    assert verdict == expected and published["mean"] == 490.04 and published["seeds"] == 3
+def test_a_verdict_compares_intervals(interval, seeds, steps, expected):
+    published = report.published_score(report.read_reference()["ppo", "CartPole-v1"])
+    assert published["mean"] == 490.04 and published["seeds"] == 3
+    row = {"interval": interval, "seeds": list(range(seeds)), "steps": steps, "published": published}
+    assert report.verdict(row) == expected
+
+
+def test_curves_are_kept_and_redrawn(folder, tmp_path):
+    """The figure is that of the curves in the report's folder: it comes out again, to the byte."""
+    out = tmp_path / "out"
+    report.write_report([folder], out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert len(before["curves.json.gz"]) < 3000
+    panels = report.unpack_curves(before["curves.json.gz"])
+    assert report.pack_curves(panels) == before["curves.json.gz"]
+    (run,) = panels["Other-v0"]["eager"] if "Other-v0" in panels else panels["ppo", "Other-v0"]["eager"]
+    assert (run.steps, runs.final_return(run)) == (1000, 7)
+    (out / "learning_curves.png").unlink()
+    report.write_summary(out)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_a_resumed_run_names_its_commits(tmp_path):
+    resumed = [{"global_step": 1000, "commit": "beef"}, {"global_step": 2000, "commit": "beef"}]
+    make_run(tmp_path / "a", curve(480), total=500_000, resumed=resumed)
+    (row,) = report.write_report([tmp_path], tmp_path / "out")["rows"]
+    assert row["commits"] == ["beef", "c0ffee"] and row["notes"] == ["a: resumed, commits c0ffee, then beef"]
+
+
+def test_quoted_patterns(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert [x.name for x in report.expand((Path("e*"), Path("c1")))] == ["e0", "e1", "e2", "e3", "empty", "c1"]
+    assert report.expand((Path("none*"),)) == [Path("none*")]
 
 
 @pytest.mark.parametrize(("seeds", "shift", "agree"), [(4, 100, None), (5, 100, False), (5, 1, True)])

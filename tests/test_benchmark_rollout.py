@@ -7,8 +7,9 @@ import pytest
 import torch
 from benchmark_helpers import benchmark, refusal
 
-from benchmarks import rollout, rollout_worker, turns
-from benchmarks.rollout_worker import FAMILIES, Sampler
+from benchmarks.acting import rollout, rollout_worker
+from benchmarks.acting.rollout_worker import FAMILIES, Sampler
+from benchmarks.common import turns
 
 CPU = torch.device("cpu")
 

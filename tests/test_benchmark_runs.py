@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from benchmark_helpers import make_line, make_run
 
-from benchmarks import runs
+from benchmarks.common import runs
 
 
 def test_whole_run(tmp_path):

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from benchmarks import ceilings, speed
+from benchmarks.common import steady
+from benchmarks.throughput import ceilings
 
 
 def log(*speeds: float, updates_from: int = 0, steps: int = 100) -> list[dict]:
@@ -17,42 +18,42 @@ def log(*speeds: float, updates_from: int = 0, steps: int = 100) -> list[dict]:
 
 def test_burn_in_drops_what_comes_before_the_updates_and_the_first_of_them():
     lines = log(*[9000] * 5, *[100] * 30, updates_from=5)
-    assert speed.first_update(lines) == 5 and speed.burn_in(lines) == 5 + speed.FIRST_LINES
-    assert speed.windows(lines, 2) == pytest.approx([100] * 13)
-    assert speed.steady_seconds(lines) == pytest.approx(26)
+    assert steady.first_update(lines) == 5 and steady.burn_in(lines) == 5 + steady.FIRST_LINES
+    assert steady.windows(lines, 2) == pytest.approx([100] * 13)
+    assert steady.steady_seconds(lines) == pytest.approx(26)
 
 
 def test_burn_in_ends_after_a_late_compilation_but_not_after_a_late_hiccup():
     lines = log(100, 100, 100, 100, 5, 100, 100, 100, 100, 100, 100, 100, 20, 100)
-    assert speed.burn_in(lines) == 4  # the line with the stall is the start of the first window
-    assert speed.windows(lines, 2).min() < 100  # the second one counts
+    assert steady.burn_in(lines) == 4  # the line with the stall is the start of the first window
+    assert steady.windows(lines, 2).min() < 100  # the second one counts
 
 
 def test_nothing_is_steady_in_a_short_or_empty_log():
-    assert speed.windows([]).size == 0 and speed.steady_seconds([]) == 0
+    assert steady.windows([]).size == 0 and steady.steady_seconds([]) == 0
     for length in range(1, 5):
-        assert speed.windows(log(*[100] * length), 2).size == 0
-    assert speed.first_update(log(100, updates_from=1)) is None
+        assert steady.windows(log(*[100] * length), 2).size == 0
+    assert steady.first_update(log(100, updates_from=1)) is None
 
 
 def test_a_log_without_updates_counts_from_its_start():
-    assert speed.burn_in(log(*[100] * 20, updates_from=99)) == speed.FIRST_LINES
+    assert steady.burn_in(log(*[100] * 20, updates_from=99)) == steady.FIRST_LINES
 
 
 def test_windows_are_of_whole_lines_and_long_enough():
     lines = log(*[100] * 4, 50, 200, 50, 200, 50, 200, 50)
-    assert speed.windows(lines, 2) == pytest.approx([50, 80, 80, 80])
+    assert steady.windows(lines, 2) == pytest.approx([50, 80, 80, 80])
 
 
 def test_break_even():
-    assert speed.break_even(start=30, speed=200, other_start=0, other_speed=100) == 6000
-    assert speed.break_even(start=1, speed=200, other_start=2, other_speed=100) == 0
-    assert speed.break_even(start=30, speed=100, other_start=0, other_speed=100) is None
+    assert steady.break_even(start=30, speed=200, other_start=0, other_speed=100) == 6000
+    assert steady.break_even(start=1, speed=200, other_start=2, other_speed=100) == 0
+    assert steady.break_even(start=30, speed=100, other_start=0, other_speed=100) is None
 
 
 def test_section_times():
     lines = log(*[100] * 20)
     for line in lines:
         line |= {"profile/env": 0.2, "profile/policy": 0.1, "profile/learn": 0.5}
-    times = speed.section_times(lines, ceilings.SECTIONS)
+    times = steady.section_times(lines, ceilings.SECTIONS)
     assert times == pytest.approx({"env": 0.002, "policy": 0.001, "learn": 0.005, "rest": 0.002})

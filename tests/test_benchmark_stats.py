@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks import stats
+from benchmarks.common import stats
 
 
 def test_iqm_cuts_a_quarter_off_each_side():

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from benchmark_helpers import benchmark, make_line, make_run, refusal
 
-from benchmarks import sweep
-from benchmarks.programs import ROOT
+from benchmarks.common.programs import ROOT
+from benchmarks.learning import sweep
 
 SMALL = "--flags=--num-steps=32 --num-minibatches=2 --update-epochs=1 --no-tensorboard"
 PPO = ("--scripts", "ppo", "--variants", "eager")
@@ -30,24 +30,29 @@ def test_sweep_from_end_to_end(tmp_path):
     done = benchmark("sweep", *flags)
     assert done.returncode == 0, done.stderr
     assert "2 of 2 runs finished" in done.stdout and "| ppo | CartPole-v1 | eager | 2 |" in done.stdout
+    assert done.stderr.startswith("1 script x 1 variant x 2 seeds = 2 runs of 2,000 steps, 2 at a time\n")
     assert {path.name for path in (tmp_path / "report").iterdir()} == {
-        "report.md", "report.json", "learning_curves.png",
+        "report.md", "report.json", "learning_curves.png", "curves.json.gz",
     }  # fmt: skip
     assert sorted(states(tmp_path)) == sorted((s, x) for s in "12" for x in ("started", "finished"))
 
     again = benchmark("sweep", *flags)
     assert again.returncode == 2 and "--resume goes on with it" in again.stderr
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("metrics.jsonl")}
-    resumed = benchmark("sweep", *flags, "--resume")
+    resumed = benchmark("sweep", "--resume", "--out", tmp_path)  # what it was to do lies in its journal
     assert resumed.returncode == 0 and len(states(tmp_path)) == 4
+    assert "1 script x 1 variant x 2 seeds = 2 runs of 2,000 steps, 1 at a time; 2 of them finished" in resumed.stderr
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("metrics.jsonl")}
     other = benchmark("sweep", *PPO, "--total-timesteps", 99, "--resume", "--out", tmp_path)
-    assert other.returncode == 2 and "was started with" in other.stderr
+    assert other.returncode == 2 and other.stderr.count("\n") == 1
+    assert "--total-timesteps: a resumed sweep keeps its settings, 2000; leave" in other.stderr
 
 
 def test_after_sigkill_finished_runs_are_not_run_again(tmp_path):
     flags = [*PPO, "--seeds", "1", "2", "--total-timesteps", "8000", SMALL, "--out", str(tmp_path)]
-    process = subprocess.Popen([sys.executable, "-m", "benchmarks.sweep", *flags], cwd=ROOT, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks", "sweep", *flags], cwd=ROOT, stderr=subprocess.DEVNULL
+    )
     log = tmp_path / "runs" / "CartPole-v1__ppo__eager__2" / "metrics.jsonl"
     while sweep.last_step(log) == 0:
         assert process.poll() is None
@@ -62,7 +67,7 @@ def test_after_sigkill_finished_runs_are_not_run_again(tmp_path):
     with (tmp_path / "journal.jsonl").open("a") as file:
         file.write('{"run": "CartPole-v1__ppo__eager__2", "sta')  # as if cut off in the middle of a line
 
-    done = benchmark("sweep", *flags, "--resume")
+    done = benchmark("sweep", "--resume", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert states(tmp_path)[3:] == [("2", "started"), ("2", "finished")]
     assert sweep.last_step(log) > 7000 and "2 of 2 runs finished" in done.stdout
@@ -76,8 +81,8 @@ def test_failed_runs_are_shown_and_run_again(tmp_path):
         r"NoSuchEnv-v0__ppo__eager__1, exit code 2; its last lines:\n    error: .*NoSuchEnv-v0", done.stdout
     )
     assert "1 of 2 runs finished" in done.stdout
-    again = benchmark("sweep", *flags, "--variants", "eager", "--env-ids", "NoSuchEnv-v0", "--resume")
-    assert again.returncode == 1 and "0 of 1 runs finished" in again.stdout
+    again = benchmark("sweep", "--resume", "--out", tmp_path)
+    assert again.returncode == 1 and "1 of 2 runs finished" in again.stdout
     assert [state for _, state in states(tmp_path)][-2:] == ["started", "failed"]
 
 
@@ -86,13 +91,13 @@ def test_time_limit_and_ctrl_c(tmp_path):
     done = benchmark("sweep", *flags, "--timeout", 4, "--out", tmp_path / "limit")
     assert done.returncode == 1 and "its time limit" in done.stdout + done.stderr
     out = tmp_path / "stopped"
-    command = [sys.executable, "-m", "benchmarks.sweep", *flags, "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks", "sweep", *flags, "--out", str(out)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     while not any(map(sweep.last_step, (out / "runs").glob("*/metrics.jsonl"))):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, output = process.communicate(timeout=240)
-    assert process.returncode == 130 and "--resume goes on" in output
+    assert process.returncode == 130 and f"to go on: ./run.sh sweep --resume --out {out}" in output
     assert list((out / "runs").glob("*/checkpoint.pt"))
 
 
@@ -109,6 +114,7 @@ def test_a_sweep_that_runs_is_left_alone(tmp_path, capsys):
     [
         ({"scripts": ("sarsa",)}, "no script sarsa"),
         ({"jobs": 0}, "--jobs"),
+        ({"resume": True}, "there is no sweep in"),
         ({"out": Path("/dev/null/x")}, "can't write"),
     ],
 )

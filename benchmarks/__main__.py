@@ -1,0 +1,48 @@
+"""The commands of run.sh: python -m benchmarks COMMAND [FLAGS].
+
+A command is a module with a `main`. What it needs is looked for before it is imported, so that a machine that lacks
+something is told so in one line.
+"""
+
+import importlib
+import importlib.util
+import sys
+
+from benchmarks.common.programs import check_known, fail
+
+COMMANDS = {
+    "demo": "benchmarks.tools.demo",
+    "diff": "benchmarks.tools.diff",
+    "env-pools": "benchmarks.pools.env_pools",
+    "evaluate": "benchmarks.tools.evaluate",
+    "gpu": "benchmarks.gpu",
+    "inference": "benchmarks.acting.inference",
+    "readme": "benchmarks.tools.readme",
+    "report": "benchmarks.learning.report",
+    "rollout": "benchmarks.acting.rollout",
+    "stale": "benchmarks.tools.stale",
+    "sweep": "benchmarks.learning.sweep",
+    "throughput": "benchmarks.throughput.throughput",
+}
+NEEDED = ("torch", "tensordict", "gymnasium", "numpy", "tyro", "tqdm", "matplotlib")  # by all that is imported here
+
+
+def main(arguments: list[str]) -> int | None:
+    """The exit code of a command; None is 0."""
+    if not arguments:
+        fail(f"name a command: {', '.join(COMMANDS)}")
+    name, *flags = arguments
+    check_known("command", [name], list(COMMANDS))
+    missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
+    if missing:
+        fail(f"this Python lacks {', '.join(missing)}: pip install -r requirements/requirements.txt")
+    module = importlib.import_module(COMMANDS[name])
+    if not hasattr(module, "Options"):
+        return module.main(flags)
+    import tyro
+
+    return module.main(tyro.cli(module.Options, args=flags, prog=f"./run.sh {name}", description=module.__doc__))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

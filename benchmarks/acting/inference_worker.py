@@ -1,0 +1,165 @@
+"""One network by one path, in a process of its own: python -m benchmarks.acting.inference_worker SETTINGS, as JSON.
+
+Builds the path for each batch size and checks its outputs, freezes until it is woken, then times it beside eager.
+Writes a row, a JSON object a line, for each batch size: a path that fails at once, the others with their times.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from benchmarks.acting.networks import draw_inputs, make_act
+from benchmarks.acting.paths import Built, build
+from benchmarks.common import stats, steady, turns
+
+TOLERANCE = 1e-4  # of outputs, absolute below 1 and relative above: float32 sums in another order
+FIRST_CALLS = 4  # that still compile, or record a graph
+FLIPS = 1e-3  # share of discrete actions that may differ, where rounding decides between two that are as good
+REFRESHES = 5  # that are timed
+
+
+@dataclass
+class Case:
+    """A path that was built for a batch size, ready to be timed."""
+
+    row: dict
+    act: nn.Module
+    inputs: tuple[Tensor, Tensor]
+    built: Built
+
+
+def copies(outputs) -> list[Tensor]:
+    """Outputs that the next call can't overwrite."""
+    return [x.detach().clone().cpu() for x in outputs]
+
+
+def difference(outputs: list[Tensor], expected: list[Tensor]) -> float:
+    """Largest difference of two lists of outputs (B, ...), relative to 1 or to what is larger; infinite if too many
+    discrete actions differ. In rows where one does, its log-probability and value are not compared."""
+    if [x.shape for x in outputs] != [x.shape for x in expected]:
+        return float("inf")
+    same = torch.ones(len(expected[0]), dtype=torch.bool)
+    for x, y in zip(outputs, expected, strict=True):
+        if not y.is_floating_point():
+            same &= x == y
+    if (~same).sum() > FLIPS * len(same):
+        return float("inf")
+    pairs = [(x[same], y[same]) for x, y in zip(outputs, expected, strict=True) if y.is_floating_point()]
+    errors = [((x - y).abs() / y.abs().clamp(min=1)).amax().item() for x, y in pairs if x.numel()]
+    return max((float("inf") if error != error else error for error in errors), default=0.0)
+
+
+def take_step(act: nn.Module, inputs: tuple[Tensor, Tensor]) -> None:
+    """One step of Adam that changes all outputs, in place as any optimizer does."""
+    with torch.enable_grad():
+        loss = sum(x.square().sum() for x in act(*inputs) if x.is_floating_point())
+        optimizer = torch.optim.Adam(act.parameters(), lr=0.02)
+        loss.backward()
+        optimizer.step()
+    act.zero_grad()
+
+
+def follow_weights(act: nn.Module, built: Built, inputs: tuple[Tensor, Tensor]) -> tuple[str, float]:
+    """(verdict, seconds of a refresh): whether outputs follow an optimizer step, do so refreshed, or are stale."""
+    before = copies(act(*inputs))
+    take_step(act, inputs)
+    expected = copies(act(*inputs))
+    if difference(before, expected) <= 10 * TOLERANCE:
+        raise RuntimeError("the optimizer step changed too little to be seen")
+    if difference(copies(built.call(*inputs)), expected) <= TOLERANCE:
+        return "follow", 0.0
+    if built.refresh is None:
+        return "stale", 0.0
+    times = []
+    for _ in range(REFRESHES):
+        start = time.perf_counter()
+        built.refresh()
+        times.append(time.perf_counter() - start)
+    is_fresh = difference(copies(built.call(*inputs)), expected) <= TOLERANCE
+    return "refreshed" if is_fresh else "stale", statistics.median(times)
+
+
+def prepare(settings: dict, batch_size: int) -> Case:
+    """Build a path for a batch size and find out all but its speed."""
+    device = torch.device(settings["device"])
+    act = make_act(settings["network"]).to(device)
+    inputs = draw_inputs(settings["network"], act, batch_size, device)
+    expected = copies(act(*inputs))
+    counters.clear()
+    start = time.perf_counter()
+    built = build(settings["path"], act, inputs)
+    outputs = copies(built.call(*inputs))
+    for _ in range(FIRST_CALLS - 1):
+        built.call(*inputs)
+    seconds = time.perf_counter() - start
+    graphs = counters["stats"]["unique_graphs"]
+    if built.compiles and not graphs:
+        raise RuntimeError("nothing was compiled")
+    error = max(difference(outputs, expected), difference(copies(built.call(*inputs)), expected))
+    weights, refresh_seconds = follow_weights(act, built, inputs)
+    row = {"path": settings["path"], "batch_size": batch_size, "compile_seconds": seconds, "compiled_graphs": graphs}
+    row |= {"equal": error <= TOLERANCE, "difference": error, "weights": weights, "refresh_seconds": refresh_seconds}
+    return Case(row, act, inputs, built)
+
+
+def measure(case: Case, seconds: float) -> dict:
+    """The row of a case with the times of its path and of eager."""
+    on_cuda = case.inputs[0].is_cuda
+
+    def timed(call: Callable) -> Callable[[], None]:
+        """A call that ends when the device has."""
+
+        def run() -> None:
+            call(*case.inputs)
+            if on_cuda:
+                torch.cuda.synchronize()
+
+        return run
+
+    calls = {"eager": timed(build("eager", case.act, case.inputs).call), "path": timed(case.built.call)}
+    times = turns.interleave(calls, seconds)
+    ratio, low, high = stats.ratio_of_medians([times["eager"].medians()], [times["path"].medians()])
+    row = dict(case.row, speedup=ratio, interval=[low, high])
+    for prefix, name in (("", "path"), ("eager_", "eager")):
+        p50, p99 = times[name].quantiles(0.5, 0.99)
+        row |= {f"{prefix}p50_us": 1e6 * p50, f"{prefix}p99_us": 1e6 * p99, f"{prefix}cpu_us": 1e6 * times[name].cpu}
+        row |= {f"{prefix}calls": len(times[name].all)}
+    row["compile_seconds"] = max(0.0, row["compile_seconds"] - 1e-6 * FIRST_CALLS * row["p50_us"])
+    fast, slow = 1e6 / row["p50_us"], 1e6 / row["eager_p50_us"]
+    start = row["compile_seconds"] + row["refresh_seconds"]
+    is_faster = low > 1  # beyond doubt
+    row["break_even_calls"] = steady.break_even(start, fast, 0.0, slow) if is_faster else None
+    row["refresh_calls"] = steady.break_even(row["refresh_seconds"], fast, 0.0, slow) if is_faster else None
+    return row
+
+
+def main(settings: dict) -> None:
+    torch.set_num_threads(settings["threads"])
+    torch.backends.cudnn.allow_tf32 = False  # else convolutions of two paths differ in the third digit
+    cases = []
+    with torch.no_grad(), Path(settings["rows"]).open("w", buffering=1) as file:
+        for batch_size in settings["batch_sizes"]:
+            try:
+                cases.append(prepare(settings, batch_size))
+            except Exception as error:  # whatever a backend brings up is a result, and the other sizes may work
+                row = {"path": settings["path"], "batch_size": batch_size, "error": turns.describe_error(error)}
+                file.write(json.dumps(row) + "\n")
+        turns.wait_for_turn()
+        for case in cases:
+            try:
+                row = measure(case, settings["seconds"])
+            except Exception as error:
+                row = case.row | {"error": turns.describe_error(error)}
+            file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

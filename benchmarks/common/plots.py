@@ -1,0 +1,90 @@
+"""Figures fit to print: one look and one colour per variant in all of them. Needs no display."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+# Okabe and Ito's colours, which also differ for the colour-blind
+COLOURS = {
+    "eager": "#0072B2", "lean": "#56B4E9", "compile": "#D55E00", "compile+cudagraphs": "#CC79A7",
+    "cudagraphs": "#F0E442", "sb3": "#009E73", "sbx": "#E69F00", "leanrl": "#999999",
+}  # fmt: skip
+LABELS = {"leanrl": "LeanRL", "sb3": "SB3 (PyTorch)", "sbx": "SBX (JAX)", "lean": "compile script, uncompiled"}
+STYLE = {
+    "font.size": 10, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "grid.alpha": 0.25, "grid.linewidth": 0.6, "axes.axisbelow": True, "lines.linewidth": 1.6, "legend.frameon": False,
+    "figure.constrained_layout.use": True, "savefig.dpi": 160,
+}  # fmt: skip
+
+
+def colour(variant: str) -> str:
+    return COLOURS.get(variant.partition(" ")[0], "#555555")
+
+
+def label(variant: str) -> str:
+    name, space, flags = variant.partition(" ")
+    return LABELS.get(name, name) + space + flags
+
+
+@contextmanager
+def figure(path: Path, rows: int = 1, columns: int = 1, size: tuple[float, float] = (5.2, 3.4)) -> Iterator[np.ndarray]:
+    """Axes (rows, columns), each of a size in inches, to draw on; written to `path` at the end."""
+    with plt.rc_context(STYLE):
+        shape = {"figsize": (size[0] * columns, size[1] * rows), "squeeze": False}
+        fig, axes = plt.subplots(rows, columns, **shape)
+        try:
+            yield axes
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fig.savefig(path)
+        finally:
+            plt.close(fig)
+
+
+def describe_axis(axis, title: str, x: str, y: str) -> None:
+    """Title, labels with their units, and thousands as 200k."""
+    axis.set(title=title, xlabel=x, ylabel=y)
+    if x.endswith("steps"):
+        axis.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+
+
+def draw_curve(axis, x: np.ndarray, y: np.ndarray, variant: str, name: str, band: tuple | None = None) -> None:
+    """A line in the variant's colour, dotted if it has flags, and around it the band (low, high), if there is one."""
+    axis.plot(x, y, color=colour(variant), linestyle=":" if " " in variant else "-", label=name)
+    if band is not None:
+        axis.fill_between(x, *band, color=colour(variant), alpha=0.18, linewidth=0)
+
+
+def draw_bars(
+    axis, names: list[str], values: list[float], errors: list[tuple[float, float]], form: str = ",.0f"
+) -> None:
+    """Horizontal bars, one a variant, the first on top, with error bars (low, high) and the value behind each."""
+    place = np.arange(len(names))
+    distance = np.abs(np.array(errors).T - np.array(values))
+    axis.barh(place, values, color=[colour(name) for name in names], height=0.65)
+    axis.errorbar(values, place, xerr=distance, fmt="none", ecolor="#333333", elinewidth=1, capsize=2.5)
+    for i, value in enumerate(values):
+        axis.annotate(f"{value:{form}}", (errors[i][1], i), xytext=(5, 0), textcoords="offset points", va="center")
+    axis.set_yticks(place, [label(name) for name in names])
+    axis.invert_yaxis()
+    axis.margins(x=0.15)
+    axis.grid(visible=False, axis="y")
+
+
+def draw_heat_map(axis, log2_ratios: np.ndarray, notes: np.ndarray, rows: list[str], columns: list[str]) -> None:
+    """Ratios (rows, columns) as colours, orange below 1 and blue above, from 1/4 to 4; grey where they are NaN."""
+    colours = matplotlib.colors.LinearSegmentedColormap.from_list("ratio", ["#D55E00", "#F7F7F7", "#0072B2"])
+    axis.imshow(log2_ratios, cmap=colours.with_extremes(bad="#DDDDDD"), vmin=-2, vmax=2, aspect="auto")
+    for (i, j), note in np.ndenumerate(notes):
+        strong = np.abs(np.nan_to_num(log2_ratios[i, j])) > 1.3
+        axis.text(j, i, note, ha="center", va="center", fontsize=8, color="white" if strong else "black")
+    axis.set_xticks(range(len(columns)), columns)
+    axis.set_yticks(range(len(rows)), rows)
+    axis.grid(visible=False)
+    axis.spines[:].set_visible(False)
+    axis.tick_params(length=0)

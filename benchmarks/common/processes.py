@@ -1,0 +1,124 @@
+"""Child processes that can't outlive their parent, with what the kernel says they took."""
+
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.common.programs import ROOT
+
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+SCRIPT_MEMORY = 3 * 2**30  # bytes of the host's memory that a script which learns on a GPU may take
+PATIENCE = 30  # seconds between asking a child to end and killing it
+C_LIBRARY = ctypes.CDLL(None)
+
+
+def free_slots(memory: int) -> int:
+    """How many processes that take so many bytes the memory is enough for, 1 at least.
+
+    That is the free memory or, where the system does not say how far it could grow, `MEMORY_GIB` of the environment.
+    """
+    if "MEMORY_GIB" in os.environ:
+        return max(1, int(float(os.environ["MEMORY_GIB"]) * 2**30) // memory)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return max(1, 1024 * kilobytes // memory)
+
+
+@dataclass(eq=False)
+class Child:
+    """A program that was started: its process, the file with its output, and when; at its end its use of resources."""
+
+    process: subprocess.Popen
+    output: Path
+    started: float  # on the clock of time.perf_counter()
+    seconds: float = 0.0  # that it ran
+    asked: bool = False  # to end
+    usage: resource.struct_rusage | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal, or None while it runs."""
+        if self.process.returncode is None:
+            # Popen's own poll would throw the resource usage away
+            pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
+            if pid:
+                self.process.returncode = os.waitstatus_to_exitcode(status)
+                self.usage, self.seconds = usage, time.perf_counter() - self.started
+        return self.process.returncode
+
+    def wait(self, seconds: float) -> int | None:
+        """The exit code once it has ended, or None if it still runs after so long."""
+        deadline = time.perf_counter() + seconds
+        while self.poll() is None and time.perf_counter() < deadline:
+            time.sleep(0.05)
+        return self.process.returncode
+
+    def ask(self, signum: int) -> None:
+        """Ask it to end in good order; once only, as a second signal would kill a script."""
+        if self.poll() is None and not self.asked:
+            self.asked = True
+            self.process.send_signal(signum)
+
+    def stop(self, signum: int = signal.SIGINT) -> int:
+        """Its exit code after it was asked to end; it is killed, with all that it started, if it does not."""
+        self.ask(signum)
+        if self.wait(PATIENCE) is None:
+            self.kill()
+        return self.process.returncode
+
+    def kill(self) -> None:
+        """End it, and all that it started, at once, stopped or not."""
+        if self.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        while self.poll() is None:
+            time.sleep(0.01)
+
+    def freeze(self) -> None:
+        """Stop it, and all that it started, until it is to go on: meanwhile it takes no processor time."""
+        if self.poll() is None:
+            os.killpg(self.process.pid, signal.SIGSTOP)
+        deadline = time.perf_counter() + PATIENCE
+        while self.poll() is None and not self.is_frozen() and time.perf_counter() < deadline:
+            time.sleep(0.001)
+
+    def go_on(self) -> None:
+        """Let it go on, frozen by `freeze` or by itself."""
+        if self.poll() is None:
+            os.killpg(self.process.pid, signal.SIGCONT)
+
+    def is_frozen(self) -> bool:
+        """Whether it is stopped, as by SIGSTOP."""
+        if self.poll() is not None:
+            return False
+        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    def last_lines(self, count: int = 8) -> str:
+        """The end of its output; of a progress bar only what it showed last."""
+        lines = self.output.read_text(errors="replace").splitlines()
+        return "\n".join([line.rsplit("\r", 1)[-1] for line in lines if line.strip()][-count:])
+
+    def resources(self) -> dict:
+        """Peak memory in MB of the largest of its processes, and cores in use on average."""
+        cpu_seconds = self.usage.ru_utime + self.usage.ru_stime
+        return {"peak_memory_mb": self.usage.ru_maxrss / 1024, "cores_used": cpu_seconds / max(self.seconds, 1e-9)}
+
+
+def start(command: list[str], output: Path, cpus: set[int] | None = None, **environment: str) -> Child:
+    """Start a program in the root of the repository, its output into a file, on some CPUs only if they are given."""
+
+    def prepare() -> None:
+        C_LIBRARY.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if cpus:
+            os.sched_setaffinity(0, cpus)
+
+    with output.open("w") as file:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+        # In its own session Ctrl-C does not reach it, so that it is its parent who ends it
+        process = subprocess.Popen(
+            command, **streams, cwd=ROOT, env=os.environ | environment, start_new_session=True, preexec_fn=prepare
+        )
+    return Child(process, output, time.perf_counter())

@@ -1,0 +1,131 @@
+"""The scripts as programs: which pairs there are, the variants of a pair, and how to call or to load one."""
+
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from dataclasses import Field, fields
+from pathlib import Path
+from types import ModuleType
+from typing import Literal, NoReturn
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts"
+SUFFIX = "_torchcompile"
+
+# The variants of a pair: what is appended to the script's name, and flags
+VARIANTS = {
+    "eager": ("", ()),
+    "lean": (SUFFIX, ("--no-compile", "--no-cudagraphs")),
+    "compile": (SUFFIX, ("--compile", "--no-cudagraphs")),
+    "cudagraphs": (SUFFIX, ("--no-compile", "--cudagraphs")),
+    "compile+cudagraphs": (SUFFIX, ("--compile", "--cudagraphs")),
+}
+Variant = Literal["eager", "lean", "compile", "cudagraphs", "compile+cudagraphs"]  # a key of VARIANTS
+PEERS = {"sb3": "stable_baselines3", "sbx": "sbx"}  # the module that each needs
+
+
+def fail(message: str) -> NoReturn:
+    """End with one line and exit code 2: the input is wrong."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def pairs() -> list[str]:
+    """Names of all pairs, by their eager twin."""
+    return sorted(path.stem.removesuffix(SUFFIX) for path in SCRIPTS.glob(f"*{SUFFIX}.py"))
+
+
+def has_peers(script: str) -> bool:
+    """Whether other libraries can train as a script does: they have no pool that does not wait for all."""
+    return not hasattr(load_script(SCRIPTS / f"{script}.py"), "Pool")
+
+
+def check_known(kind: str, names: list[str] | tuple[str, ...], known: list[str]) -> None:
+    """Refuse names that do not exist, saying which do."""
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        fail(f"no {kind} {', '.join(unknown)}; there are {', '.join(known)}")
+
+
+def check_positive(options, *names: str) -> None:
+    """Refuse options that must be more than 0 and are not."""
+    for name in names:
+        if (value := getattr(options, name)) is not None and value <= 0:
+            fail(f"--{name.replace('_', '-')} must be more than 0")
+
+
+def default_variants() -> list[str]:
+    """The variants worth running here: CUDA graphs only where there is CUDA."""
+    import torch
+
+    graphs = ["cudagraphs", "compile+cudagraphs"] if torch.cuda.is_available() else []
+    return ["eager", "compile", *graphs]
+
+
+def command(script: str, variant: str) -> list[str]:
+    """The command line of a variant, or of a peer, of the pair `script`; to be run in the root of the repository."""
+    if variant in PEERS:
+        return [sys.executable, "-m", "benchmarks.throughput.peers", variant, script]
+    suffix, flags = VARIANTS[variant]
+    return [sys.executable, str(SCRIPTS / f"{script}{suffix}.py"), *flags]
+
+
+def load_script(path: Path) -> ModuleType:
+    """Import a script from its file, under its own name, so that worker processes can import what they are sent."""
+    path = path.resolve()
+    if getattr(sys.modules.get(path.stem), "__file__", None) == str(path):
+        return sys.modules[path.stem]
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def environment_class(module: ModuleType) -> type:
+    """What steps the environments of a script: its `Envs` or its `Pool`."""
+    return module.Pool if hasattr(module, "Pool") else module.Envs
+
+
+def fields_of(script: str) -> dict[str, Field]:
+    """The settings of a pair's eager script, by name."""
+    return {field.name: field for field in fields(load_script(SCRIPTS / f"{script}.py").Args)}
+
+
+def make_envs(module: ModuleType, args, seeds: list[int]):
+    """The environments of a script, which step in lock-step if asked."""
+    return environment_class(module)(args, seeds)
+
+
+def same_phase(script: str) -> list[str]:
+    """Flags that hold constant what would change over a run, so that slow and fast programs do the same work."""
+    known = fields_of(script)
+    return [f"--epsilon-start={known['epsilon_end'].default}"] if "epsilon_end" in known else []
+
+
+def often_logged(script: str) -> list[str]:
+    """Flags that make a script that learns at each step, and is slow, write a line about each second."""
+    known = fields_of(script)
+    return ["--log-every=200"] if "log_every" in known and "train_frequency" not in known else []
+
+
+def endless_flags(script: str, device: str) -> list[str]:
+    """Flags of an endless run that learns soon and logs often, where a script has such flags."""
+    known = fields_of(script)
+    settings = {"device": device, "total_timesteps": 10**9, "learning_starts": 1000, "log_every": 100}
+    settings["step_timeout"] = 1e4  # a pool that is frozen for a while is not to take its workers for dead
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if name in known]
+    return ["--no-tensorboard", *given, *same_phase(script)]
+
+
+def missing_for_compile() -> str | None:
+    """What torch.compile lacks on this machine to build kernels for the CPU; None if nothing is missing."""
+    if not any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name):
+        return "a C++ compiler (g++ or clang++)"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        return "Python.h (the package python3-dev on Debian and Ubuntu)"
+    return None

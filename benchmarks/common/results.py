@@ -1,0 +1,143 @@
+"""What every result has: where it comes from (command, commit, versions, machine, date; no host names), and tables."""
+
+import json
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from tqdm import tqdm
+
+from benchmarks.common.programs import ROOT, fail
+
+PACKAGES = (
+    "torch", "triton", "tensordict", "gymnasium", "mujoco", "envpool", "numpy", "onnxruntime", "stable_baselines3",
+    "sbx-rl", "jax", "tianshou", "torchrl",
+)  # fmt: skip
+
+
+def git(*arguments: str) -> str:
+    """Output of a git command in this repository, empty if there is none."""
+    try:
+        return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of those packages that are installed."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def cpu_model() -> str:
+    """The processor's name as Linux gives it, or the architecture."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), platform.machine())
+
+
+def gpu_model() -> str | None:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def portable(word: str) -> str:
+    """A word of a command line without the folders of this machine: of a path outside the repository only its name."""
+    flag, equals, value = word.rpartition("=")
+    path = Path(value)
+    if not path.is_absolute():
+        return word
+    return flag + equals + str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name)
+
+
+def command_line() -> str | None:
+    """The command of run.sh that runs here, to type it again; None in any other program."""
+    if Path(sys.argv[0]).resolve() != ROOT / "benchmarks" / "__main__.py":
+        return None
+    return shlex.join(["./run.sh", *map(portable, sys.argv[1:])])
+
+
+def provenance() -> dict:
+    """What every result carries, for its JSON file."""
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": command_line(),
+        "commit": git("rev-parse", "HEAD") or None,
+        "uncommitted_changes": bool(git("status", "--porcelain", "--", "scripts", "benchmarks", "requirements")),
+        "versions": package_versions(),
+        "machine": {"cpu": cpu_model(), "cores": len(os.sched_getaffinity(0)), "gpu": gpu_model()},
+    }
+
+
+def machine_of(source: dict) -> str:
+    """The machine of a provenance in words."""
+    machine = source["machine"]
+    return f"{machine['cores']} cores of {machine['cpu']}" + (f", {machine['gpu']}" if machine["gpu"] else "")
+
+
+def describe(source: dict) -> str:
+    """One line of Markdown on a provenance."""
+    where, what = machine_of(source), ", ".join(f"{name} {number}" for name, number in source["versions"].items())
+    commit = (source["commit"] or "none")[:12] + (" with uncommitted changes" if source["uncommitted_changes"] else "")
+    how = f"; `{source['command']}`" if source.get("command") else ""  # which results of old do not have
+    return f"{source['date']}{how}; commit {commit}; {where}; {what}."
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder for results, or refuse it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"can't write to {folder}: {error.strerror}")
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file so that whoever reads it, at whatever moment, finds all of it or the one before."""
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_bytes(content.encode() if isinstance(content, str) else content)
+    beside.replace(path)
+
+
+def write_json(path: Path, content) -> None:
+    """Write a JSON file, whole at any moment."""
+    write_whole(path, json.dumps(content, indent=1) + "\n")
+
+
+@contextmanager
+def stoppable(kept: str) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end what is within by KeyboardInterrupt, and then the program, which says what is kept.
+
+    No thread of tqdm's is to be there when it forks.
+    """
+    tqdm.monitor_interval = 0
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"\nstopped; {kept}", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def table(header: list[str], rows: list[list]) -> list[str]:
+    """Lines of a Markdown table."""
+    return [f"| {' | '.join(map(str, cells))} |" for cells in (header, ["---"] * len(header), *rows)]
+
+
+def estimate(value: float, ends: list[float] | None, form: str = ",.1f") -> str:
+    """A value with its interval, where there is one, as a cell of a table."""
+    return f"{value:{form}}" + (f" [{ends[0]:{form}}, {ends[1]:{form}}]" if ends else "")

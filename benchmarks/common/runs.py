@@ -1,0 +1,246 @@
+"""Reads run folders, in whatever state a run has left them: `config.json` and `metrics.jsonl`, nothing else."""
+
+import json
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.common.programs import PEERS, SUFFIX, VARIANTS
+
+LAST_EPISODES = 100  # the score of a run is the mean training return of so many episodes at its end, as at CleanRL
+DONE = 0.99  # share of the budget after which a run counts as whole
+
+
+@dataclass(eq=False)
+class Run:
+    """A run: its configuration, the lines of its log in the order of their steps, and what is wrong with them."""
+
+    dir: Path
+    config: dict
+    lines: list[dict]
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def args(self) -> dict:
+        return self.config.get("args", {})
+
+    @property
+    def script(self) -> str:
+        """Name of the pair."""
+        return Path(self.config.get("script", "unknown")).stem.removesuffix(SUFFIX)
+
+    @property
+    def env_id(self) -> str:
+        return self.args.get("env_id", "unknown")
+
+    @property
+    def seed(self) -> int | None:
+        return self.args.get("seed")
+
+    @property
+    def variant(self) -> str:
+        """A key of `programs.VARIANTS`, or a peer; CUDA graphs count only where there was CUDA."""
+        if "peer" in self.config:
+            return self.config["peer"]
+        if not Path(self.config.get("script", "")).stem.endswith(SUFFIX):
+            return "eager"
+        on_cuda = self.config.get("device", "cpu") != "cpu"
+        flags = (self.args.get("compile", False), self.args.get("cudagraphs", False) and on_cuda)
+        return {(False, False): "lean", (True, False): "compile", (False, True): "cudagraphs"}.get(
+            flags, "compile+cudagraphs"
+        )
+
+    @property
+    def commits(self) -> list[str]:
+        """The commit that the run began with and, where it was resumed, those that it went on with."""
+        resumed = [x.get("commit") for x in self.config.get("resumed", [])]
+        return list(dict.fromkeys(str(commit) for commit in [self.config.get("commit"), *resumed]))
+
+    @property
+    def precision(self) -> str:
+        """The flags of a run that computes more coarsely than in float32; empty for others."""
+        exact = {"matmul_precision": "highest", "bf16": False}
+        lowered = {name: self.args[name] for name in exact if self.args.get(name, exact[name]) != exact[name]}
+        flags = [f"--{name.replace('_', '-')}" + f" {value}" * (value is not True) for name, value in lowered.items()]
+        return " ".join(flags)
+
+    @property
+    def steps(self) -> int:
+        """Environment steps of the last line."""
+        return int(self.lines[-1]["global_step"]) if self.lines else 0
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the last line."""
+        return float(self.lines[-1]["seconds"]) if self.lines else 0.0
+
+    @property
+    def rollout(self) -> int:
+        """Rows of a rollout; 1 where there are none."""
+        sizes = ("num_steps", "num_workers", "envs_per_worker", "num_envs")
+        return math.prod(self.args.get(name, 1) for name in sizes) if "num_steps" in self.args else 1
+
+    @property
+    def budget(self) -> int | None:
+        """Environment steps that the run was to take: whole rollouts, where there are rollouts."""
+        total = self.args.get("total_timesteps")
+        return total and total // self.rollout * self.rollout
+
+    @property
+    def is_complete(self) -> bool:
+        # A rollout of PPO, a line of its log, has fewer steps than rows: one in which an environment was reset is none
+        if "num_steps" in self.args:
+            return bool(self.lines) and len(self.lines) >= DONE * (self.budget or 0) / self.rollout
+        return bool(self.lines) and self.steps >= DONE * (self.budget or 0)
+
+    def until(self, step: int) -> "Run":
+        """The run as it was after so many steps."""
+        return replace(self, lines=[line for line in self.lines if line["global_step"] <= step])
+
+    def column(self, name: str) -> np.ndarray:
+        """A metric (lines,), NaN where a line does not have it."""
+        return np.array([number(line.get(name)) for line in self.lines])
+
+    def episodes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of the lines in which episodes ended: their index (E,), mean return (E,) and number of episodes (E,)."""
+        returns, counts = self.column("charts/episodic_return"), self.column("charts/episodes")
+        index = np.flatnonzero(~np.isnan(returns))
+        return index, returns[index], np.nan_to_num(counts[index], nan=1.0)  # one episode where no number is given
+
+
+def number(value) -> float:
+    """A finite number as a float, anything else as NaN."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else math.nan
+
+
+def parse_line(text: str) -> dict | None:
+    """A line of the log; None if it is broken, or lacks its step or time."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(line, dict) or any(math.isnan(number(line.get(key))) for key in ("global_step", "seconds")):
+        return None
+    return line
+
+
+def read_lines(path: Path) -> tuple[list[dict], int]:
+    """The whole lines of a log, steps rising, and how many are broken. Where steps fall back, the later lines hold."""
+    lines, broken = [], 0
+    for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        line = parse_line(text)
+        if line is None:
+            broken += bool(text.strip())
+            continue
+        while lines and lines[-1]["global_step"] >= line["global_step"]:
+            lines.pop()
+        lines.append(line)
+    return lines, broken
+
+
+def read_run(folder: Path) -> Run:
+    """The run in a folder; what is missing or broken is said in its `problems`."""
+    problems = []
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        if not isinstance(config, dict) or not isinstance(config.get("args", {}), dict):
+            raise ValueError
+    except OSError:
+        config, problems = {}, ["no config.json"]
+    except ValueError:
+        config, problems = {}, ["config.json is broken"]
+    lines, broken = read_lines(folder / "metrics.jsonl")
+    run = Run(folder, config, lines, problems)
+    if not lines:
+        problems.append("no line in metrics.jsonl")
+    if broken:
+        problems.append(f"{broken} broken lines in metrics.jsonl")
+    if lines and not len(run.episodes()[0]):
+        problems.append("no episode ended")
+    if lines and not run.is_complete:
+        problems.append(f"ended after {run.steps:,} of {run.budget:,} steps")
+    return run
+
+
+def find_runs(folders: list[Path]) -> list[Run]:
+    """The runs in these folders or below them, without doubles."""
+    found = {}
+    for folder in folders:
+        logs = [*folder.rglob("config.json"), *folder.rglob("metrics.jsonl")]
+        found |= dict.fromkeys(sorted(path.parent.resolve() for path in logs))
+    return [read_run(folder) for folder in found]
+
+
+def thin(run: Run, count: int) -> Run:
+    """The run with about so many lines, each with the mean return of a group of its lines: enough to draw its curve."""
+    index, returns, counts = run.episodes()
+    lines = []
+    for group in [x for x in np.array_split(np.arange(len(index)), count) if len(x)]:
+        last, mean = run.lines[index[group[-1]]], float(np.average(returns[group], weights=counts[group]))
+        line = {"global_step": last["global_step"], "seconds": last["seconds"]}
+        lines.append(line | {"charts/episodic_return": round(mean, 3), "charts/episodes": int(counts[group].sum())})
+    if run.steps > (lines[-1]["global_step"] if lines else 0):
+        lines.append({"global_step": run.steps, "seconds": run.seconds})  # where the curve ends
+    return replace(run, lines=lines)
+
+
+def final_return(run: Run, episodes: int = LAST_EPISODES) -> float:
+    """Mean training return of the last episodes of a run; NaN if none ended.
+
+    A line holds the mean over the episodes that ended since the line before, so lines are weighted by their number; of
+    the line in which the hundredth from the end falls, only the part that is needed counts.
+    """
+    _, returns, counts = run.episodes()
+    before = np.cumsum(counts[::-1]) - counts[::-1]  # episodes after each line, from the last line on
+    weights = np.clip(episodes - before, 0, counts[::-1])
+    return float(np.average(returns[::-1], weights=weights)) if weights.sum() > 0 else math.nan
+
+
+def learning_curve(run: Run, edges: np.ndarray, axis: str = "global_step") -> np.ndarray:
+    """Mean return in the bins between `edges` (B + 1,), in steps or, by `axis`, in seconds -> (B,).
+
+    A bin in which no episode ended repeats the one before it; bins before the first episode, or after the end of the
+    run, are NaN.
+    """
+    index, returns, counts = run.episodes()
+    position = run.column(axis)
+    bins = np.searchsorted(edges, position[index], side="left") - 1
+    inside = (bins >= 0) & (bins < len(edges) - 1)
+    weight = np.bincount(bins[inside], counts[inside], minlength=len(edges) - 1)
+    total = np.bincount(bins[inside], (counts * returns)[inside], minlength=len(edges) - 1)
+    curve = np.divide(total, weight, out=np.full(len(edges) - 1, np.nan), where=weight > 0)
+    filled = np.maximum.accumulate(np.where(weight > 0, np.arange(len(curve)), -1))
+    curve = np.where(filled >= 0, curve[filled], np.nan)
+    curve[edges[:-1] >= (position[-1] if len(position) else 0)] = np.nan
+    return curve
+
+
+def groups(runs: list[Run]) -> dict[tuple[str, str, str], list[Run]]:
+    """Runs by (script, environment, variant), in the order of names and of `programs.VARIANTS`.
+
+    Runs of a lower precision are a variant of their own, with its flags behind the name.
+    """
+    order = [*VARIANTS, *PEERS]
+
+    def key(run: Run) -> tuple:
+        place = order.index(run.variant) if run.variant in order else len(order)
+        return run.script, run.env_id, place, run.variant, run.precision, str(run.seed)
+
+    result = {}
+    for run in sorted(runs, key=key):
+        variant = f"{run.variant} {run.precision}".strip()
+        result.setdefault((run.script, run.env_id, variant), []).append(run)
+    return result
+
+
+def one_per_seed(runs: list[Run]) -> tuple[list[Run], list[Run]]:
+    """(kept, dropped): of runs with the same seed the longest is kept, for a run repeated is no further sample."""
+    best = {}
+    for run in runs:
+        if run.seed not in best or run.steps > best[run.seed].steps:
+            best[run.seed] = run
+    kept = list(best.values())
+    return kept, [run for run in runs if run not in kept]

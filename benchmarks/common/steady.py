@@ -1,0 +1,67 @@
+"""Steady speed from the lines of a log: burn-in, windows, shares of time, break-even. Pure functions of lists."""
+
+import numpy as np
+
+WINDOW = 2.0  # seconds: shorter windows show the machine's mood rather than the program's speed
+FIRST_LINES = 3  # lines after the first update that never count
+STALL = 2.0  # a line in the first half that takes so many times the median is taken for compiling, and ends the burn-in
+
+
+def first_update(lines: list[dict]) -> int | None:
+    """Index of the first line with a loss, None if nothing has been learnt yet."""
+    return next((i for i, line in enumerate(lines) if any(key.startswith("losses/") for key in line)), None)
+
+
+def burn_in(lines: list[dict]) -> int:
+    """Index of the line at which steady running begins.
+
+    That is `FIRST_LINES` after the first update, or later: after the last line in the first half of the rest in which a
+    step took far more time than usual, as when something compiles late. A log without updates begins at its start.
+    """
+    start = min((first_update(lines) or 0) + FIRST_LINES, max(len(lines) - 1, 0))
+    rest = lines[start:]
+    if len(rest) < 2 * FIRST_LINES:
+        return start
+    steps, seconds = (np.diff([line[key] for line in rest]) for key in ("global_step", "seconds"))
+    time_per_step = seconds / np.maximum(steps, 1)
+    stalls = np.flatnonzero(time_per_step[: len(time_per_step) // 2] > STALL * np.median(time_per_step))
+    return start + (int(stalls[-1]) + 1 if len(stalls) else 0)
+
+
+def steady_seconds(lines: list[dict]) -> float:
+    """Seconds from the end of the burn-in to the last line."""
+    return lines[-1]["seconds"] - lines[burn_in(lines)]["seconds"] if lines else 0.0
+
+
+def cut(lines: list[dict], length: float) -> np.ndarray:
+    """Speed (W,) in steps/s of windows of whole lines, each at least `length` seconds long, from the first line on."""
+    speeds, begin = [], lines[0] if lines else None
+    for line in lines[1:]:
+        seconds = line["seconds"] - begin["seconds"]
+        if seconds >= length:
+            speeds.append((line["global_step"] - begin["global_step"]) / seconds)
+            begin = line
+    return np.array(speeds)
+
+
+def windows(lines: list[dict], length: float = WINDOW) -> np.ndarray:
+    """Speed (W,) in steps/s of windows after the burn-in."""
+    return cut(lines[burn_in(lines) :], length)
+
+
+def section_times(lines: list[dict], sections: tuple[str, ...]) -> dict[str, float]:
+    """Seconds a step in each section that `ceilings` sees, and in the rest of the loop, after the burn-in."""
+    begin, rest = lines[burn_in(lines)], lines[burn_in(lines) + 1 :]
+    steps = lines[-1]["global_step"] - begin["global_step"]
+    times = {section: sum(line[f"profile/{section}"] for line in rest) / steps for section in sections}
+    return times | {"rest": (lines[-1]["seconds"] - begin["seconds"]) / steps - sum(times.values())}
+
+
+def break_even(start: float, speed: float, other_start: float, other_speed: float) -> float | None:
+    """Steps after which a program has overtaken another one that starts sooner; None if it never does.
+
+    `start` is the wall time in seconds until the first update, `speed` the steady speed after it in steps/s.
+    """
+    if speed <= other_speed:
+        return None
+    return max(0.0, (start - other_start) / (1 / other_speed - 1 / speed))

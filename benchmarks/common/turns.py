@@ -1,0 +1,235 @@
+"""Measuring in turns: processes that get ready side by side and run one at a time, and calls in interleaved blocks.
+
+Compiling takes most of the time of a benchmark of compiled functions, and can be done on all cores at once; what is
+timed must be alone. So a contestant gets ready, is frozen (by itself, with `wait_for_turn`, or from outside), and is
+woken when all others are frozen or over.
+"""
+
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.common import processes
+
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # what PyTorch and NumPy heed
+BLOCKS = 10  # of calls, of each contestant
+CASE_MEMORY = {"cpu": 3 * 2**28, "cuda": 2 * 2**30}  # bytes of the host's memory that a case may take, by its device
+
+
+def wait_for_turn() -> None:
+    """In a contestant: freeze until the parent says go on."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@dataclass(eq=False)
+class Contestant:
+    """A program that gets ready beside others, is frozen, and is then awake alone, once or several times.
+
+    This one is ready when it has frozen itself, and its turn lasts until it ends. A kind of its own may say otherwise.
+    """
+
+    command: list[str]
+    output: Path  # file that takes what it prints
+    environment: dict[str, str] = field(default_factory=dict)  # more variables
+    child: processes.Child | None = None
+    error: str | None = None  # why there is nothing more to expect of it
+
+    def start(self) -> None:
+        self.child = processes.start(self.command, self.output, **self.environment)
+
+    def is_ready(self) -> bool:
+        return self.child.is_frozen()
+
+    def take_turn(self, seconds: float) -> None:
+        """Be awake for as long as it takes, so many seconds at most."""
+        self.child.go_on()
+        if self.child.wait(seconds) is None:
+            self.give_up(f"still measuring after {seconds:.0f} s")
+
+    def is_over(self) -> bool:
+        """Whether it has ended, of its own accord or not; then `error` says what went wrong, if anything did."""
+        code = self.child.poll()
+        if code is not None and code != 0 and self.error is None:
+            self.error = end_of(self.child)
+        return code is not None
+
+    def give_up(self, error: str) -> None:
+        """End it, and say why; of several reasons the first one counts."""
+        self.error = self.error or error
+        if self.child:
+            self.child.kill()
+
+
+def end_of(child: processes.Child) -> str:
+    """What went wrong in a process that has ended with an error: the line that names it, its last line, or the signal.
+
+    PyTorch's errors go on for some lines, with advice, after the one that names them.
+    """
+    code = child.poll()
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    named = re.findall(r"^(?:error: |[\w.]*(?:Error|Exception)\b).*", child.last_lines(100), re.MULTILINE)
+    return (named[-1] if named else child.last_lines(1)) or f"exit code {code}"
+
+
+def compile_settings(cache: Path, jobs: int) -> dict[str, str]:
+    """Variables of one of so many processes that compile side by side: a cache of their own, and its share of cores."""
+    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+    return {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
+
+
+def prepare(contestants: list[Contestant], jobs: int, timeout: float, deadline: float) -> None:
+    """Start all, `jobs` of them at a time, and freeze each when it is ready. Whoever is not in time is given up."""
+    waiting, running = contestants[::-1], []
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            running.append(waiting.pop())
+            running[-1].start()
+        now = time.perf_counter()
+        for contestant in running:
+            if contestant.is_ready():
+                contestant.child.freeze()
+            elif now > min(contestant.child.started + timeout, deadline) and contestant.child.poll() is None:
+                contestant.give_up(f"not ready after {now - contestant.child.started:.0f} s")
+        running = [x for x in running if x.child.poll() is None and not x.child.is_frozen()]
+        time.sleep(0.02)
+
+
+def take_turns(
+    contestants: list[Contestant],
+    jobs: int,
+    timeout: float,
+    time_limit: float,
+    on_turn: Callable[[Contestant], None],
+    rounds: int = 1,
+) -> None:
+    """Let each contestant have so many turns, none longer than `timeout` seconds, and all within `time_limit` seconds.
+
+    Of the limit, two thirds are for getting ready, for which none has longer than `timeout` either. Turns go in one
+    order and in the next round in the other. After each turn `on_turn` gets the contestant, and for the last time once
+    it is over.
+    """
+    started, over = time.perf_counter(), set()
+    try:
+        prepare(contestants, jobs, timeout, started + 2 / 3 * time_limit)
+        for turn in range(rounds):
+            for contestant in contestants[:: 1 if turn % 2 == 0 else -1]:
+                if contestant in over:
+                    continue
+                left = started + time_limit - time.perf_counter()
+                if not contestant.is_over() and left > 0:
+                    contestant.take_turn(min(timeout, left))
+                elif not contestant.is_over() and turn == 0:
+                    contestant.give_up("no time left for its turn")
+                if contestant.is_over():
+                    over.add(contestant)
+                on_turn(contestant)
+    finally:
+        for contestant in contestants:
+            if contestant.child:
+                contestant.child.kill()
+
+
+def run_cases(
+    module: str,
+    cases: list[dict],
+    jobs: int,
+    timeout: float,
+    time_limit: float,
+    on_case: Callable[[dict, list[dict], str], None],
+) -> None:
+    """Run `python -m MODULE CASE`, the case as JSON, for each; with its `threads`, and nothing compiled beforehand.
+
+    As many are ready at once as there is memory for. As soon as one has had its turn, `on_case` gets the case, the rows
+    that it wrote, as JSON lines, into the file that its case names as `rows`, and why there are no more of them.
+    """
+    started = time.perf_counter()
+    slots = processes.free_slots(max(CASE_MEMORY[case["device"]] for case in cases))
+    for i in range(0, len(cases), slots):
+        left = time_limit - (time.perf_counter() - started)
+        share = min(1.0, slots / (len(cases) - i))
+        with tempfile.TemporaryDirectory() as folder:
+            own = {}
+            for j, case in enumerate(cases[i : i + slots]):
+                rows, output, cache = (Path(folder, f"{j}.{kind}") for kind in ("jsonl", "out", "cache"))
+                command = [sys.executable, "-m", module, json.dumps(case | {"rows": str(rows)})]
+                settings = compile_settings(cache, jobs) | dict.fromkeys(THREADS, str(case["threads"]))
+                own[Contestant(command, output, settings)] = case, rows
+
+            def on_turn(contestant: Contestant, own: dict = own) -> None:
+                case, file = own[contestant]
+                lines = file.read_text().splitlines() if file.exists() else []
+                rows = [json.loads(line) for line in lines if line.endswith("}")]
+                on_case(case, rows, without_paths(contestant.error or "no result"))
+
+            take_turns(list(own), jobs, timeout, share * left, on_turn)
+
+
+def without_paths(message: str) -> str:
+    """The first line of an error message, without the folders of this machine, and not endless."""
+    first = next((line.strip() for line in message.splitlines() if line.strip()), "")
+    return re.sub(r"(?<![\w:/])(/[\w.+@-]+)+/", "", first)[:160]
+
+
+def describe_error(error: BaseException) -> str:
+    """One line on an exception; of those that torch.compile wraps into its own, the one within."""
+    within = getattr(error, "inner_exception", None) or error
+    return without_paths(f"{type(within).__name__}: {within}")
+
+
+@dataclass
+class Times:
+    """What the calls of one contestant took, in seconds."""
+
+    blocks: list[np.ndarray]  # wall time of each call, by block
+    cpu: float  # processor time of a call, mean
+
+    @property
+    def all(self) -> np.ndarray:
+        return np.concatenate(self.blocks)
+
+    def quantiles(self, *shares: float) -> list[float]:
+        """Quantiles over all calls."""
+        return np.quantile(self.all, shares).tolist()
+
+    def medians(self) -> np.ndarray:
+        """The median call of each block."""
+        return np.array([np.median(block) for block in self.blocks])
+
+
+def timed_block(call: Callable[[], None], count: int) -> tuple[np.ndarray, float]:
+    """Wall time of each of so many calls, and the processor time of all, in seconds."""
+    times = np.empty(count + 1)
+    cpu = time.process_time()
+    times[0] = time.perf_counter()
+    for i in range(count):
+        call()
+        times[i + 1] = time.perf_counter()
+    return np.diff(times), time.process_time() - cpu
+
+
+def interleave(calls: dict[str, Callable[[], None]], seconds: float) -> dict[str, Times]:
+    """Time calls in short blocks, in turns and in alternating order (A B B A), for so many seconds each.
+
+    Whatever else the machine does hits all of them alike. A call that waits for a device is to do so itself.
+    """
+    estimates = {name: timed_block(call, 3)[0].min() for name, call in calls.items()}
+    slow = max(estimates.values()) > seconds / BLOCKS
+    num_blocks = 4 if slow else BLOCKS
+    counts = {name: max(1, int(seconds / num_blocks / max(x, 1e-7))) for name, x in estimates.items()}
+    blocks, cpu = ({name: [] for name in calls} for _ in range(2))
+    for i in range(num_blocks):
+        for name in list(calls)[:: 1 if i % 2 == 0 else -1]:
+            times, cpu_seconds = timed_block(calls[name], counts[name])
+            blocks[name].append(times)
+            cpu[name].append(cpu_seconds)
+    return {name: Times(blocks[name], sum(cpu[name]) / (num_blocks * counts[name])) for name in calls}

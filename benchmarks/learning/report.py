@@ -1,0 +1,325 @@
+"""A table, learning curves and verdicts from run folders: ./run.sh report RUNS... --out DIR.
+
+Reads only `config.json` and `metrics.jsonl`, so the runs of any machine can be put together. A run that did not come to
+its end is listed, and left out of all means.
+
+Measures: nothing; it summarizes final returns, curves and speeds over seeds, with intervals.
+Takes: seconds.
+Leaves: in --out report.md, report.json, learning_curves.png, and curves.json.gz, from which that can be redrawn.
+"""
+
+import csv
+import glob
+import gzip
+import json
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+
+from benchmarks.common import plots, runs, stats
+from benchmarks.common.programs import ROOT, fail
+from benchmarks.common.results import describe, estimate, provenance, table, write_json
+
+REFERENCE = ROOT / "benchmarks" / "reference" / "scores.csv"
+MIN_SEEDS = 5  # from which on intervals are trusted: of fewer, 20 % would tell equals from each other
+SAME_BUDGET = 0.9  # ratio of steps from which budgets count as the same
+BINS, LINES = 50, 500  # of a learning curve: what is drawn, and what is kept
+AXES = {"global_step": "environment steps", "seconds": "wall time (s)"}
+EAGER, COMPILED = ("eager", "lean"), ("compile", "compile+cudagraphs", "cudagraphs")
+INTRODUCTION = f"""
+The return of a run is the mean training return of its last {runs.LAST_EPISODES} episodes. IQM: interquartile mean over
+the seeds, with its 95 % bootstrap interval. Verdict: whether that interval lies above or below CleanRL's mean ±
+standard deviation, if the budget is the same and there are {MIN_SEEDS} seeds or more. Steps/s: median over the second
+half of a run. Minutes: from its start, compiling included.
+""".strip()
+SAME, TOO_FEW = "no difference seen", "too few seeds"
+AGREEMENT = {True: SAME, False: "they differ", None: TOO_FEW}
+OWN = ("env_id", "seed", "run_dir", "resume", "exp_name", "tensorboard", "track", "checkpoint_every")  # no settings
+
+
+@dataclass
+class Options:
+    runs: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUNS...")
+    ]  # folders, searched deeply
+    out: Path = Path("runs/report")  # folder to write the report into
+
+
+def read_reference() -> dict[tuple[str, str], dict]:
+    """CleanRL's scores by (script, environment)."""
+    with REFERENCE.open() as file:
+        return {(row["script"], row["env_id"]): row for row in csv.DictReader(file)}
+
+
+def settings(run: runs.Run) -> str:
+    """What a run was set to, apart from what tells runs of one group from each other, to compare and to show."""
+    return json.dumps({name: value for name, value in run.args.items() if name not in OWN}, sort_keys=True)
+
+
+def published_score(row: dict | None) -> dict | None:
+    """CleanRL's score in a row of the reference, as a report holds it."""
+    if row is None:
+        return None
+    published = {"mean": float(row["mean_return"]), "std": float(row["std"] or 0), "seeds": int(row["seeds"])}
+    return published | {
+        "total_timesteps": int(row["total_timesteps"]), "source": f"CleanRL, {row['source_in_cleanrl_repo']}"
+    }  # fmt: skip
+
+
+def is_same_budget(steps: int, published: dict) -> bool:
+    return SAME_BUDGET <= steps / published["total_timesteps"] <= 1 / SAME_BUDGET
+
+
+def verdict(row: dict) -> str:
+    """Where the interval of our score lies to the published mean ± standard deviation."""
+    published = row["published"]
+    if published is None:
+        return "no published score"
+    if not is_same_budget(row["steps"], published):
+        return f"not comparable: {published['total_timesteps']:,} steps"
+    if len(row["seeds"]) < MIN_SEEDS:
+        return TOO_FEW
+    low, high = published["mean"] - published["std"], published["mean"] + published["std"]
+    return "above" if row["interval"][0] > high else "below" if row["interval"][1] < low else SAME
+
+
+def steady_speed(run: runs.Run) -> float:
+    """Median environment steps per second over the second half of a run, so that start, compilation and pauses are out.
+
+    Of twenty parts of it, as neighbouring lines may be but milliseconds apart.
+    """
+    ends = np.unique(np.linspace(len(run.lines) // 2, len(run.lines) - 1, 21, dtype=int))
+    if len(ends) < 2:
+        return run.steps / run.seconds if run.seconds else 0.0
+    steps, seconds = (np.diff(run.column(name)[ends]) for name in ("global_step", "seconds"))
+    return float(np.median(steps / np.maximum(seconds, 1e-9)))
+
+
+def interval(strata: list, statistic) -> list[float] | None:
+    """Ends of the 95 % bootstrap interval; None where some stratum has one run only, from which there is none."""
+    if min(map(len, strata)) < 2:
+        return None
+    return [float(end) for end in stats.bootstrap(strata, statistic)]
+
+
+def summarize_group(key: tuple[str, str, str], group: list[runs.Run], reference: dict) -> tuple[dict, list[runs.Run]]:
+    """(row of the table, runs that it rests on) of the runs of one script, environment and variant."""
+    whole = [run for run in group if run.is_complete and not np.isnan(runs.final_return(run))]
+    kept, doubles = runs.one_per_seed(whole)
+    left_out = [(run, "; ".join(run.problems) or "no whole run") for run in group if run not in whole]
+    left_out += [(run, f"seed {run.seed} is there twice") for run in doubles]
+    row = dict(zip(("script", "env_id", "variant"), key, strict=True))
+    row["left_out"] = [{"run": run.dir.name, "why": why} for run, why in left_out]
+    row["notes"] = [f"{run.dir.name}: {'; '.join(run.problems)}" for run in kept if run.problems]
+    if len({settings(run) for run in kept}) > 1:
+        row["notes"].append("the runs of this row differ in their settings")
+    if not kept:
+        return row | {"seeds": []}, []
+    scores = np.array([runs.final_return(run) for run in kept])
+    steps, mean = int(np.median([run.steps for run in kept])), float(scores.mean())
+    row |= {"seeds": [run.seed for run in kept], "scores": scores.tolist(), "iqm": float(stats.iqm(scores))}
+    row |= {"interval": interval([scores], stats.pooled_iqm), "mean": mean, "std": float(scores.std()), "steps": steps}
+    row["minutes"] = float(np.median([run.seconds for run in kept]) / 60)
+    row["steps_per_second"] = float(np.median([steady_speed(run) for run in kept]))
+    row["published"] = published_score(reference.get(key[:2]))
+    row["commits"] = sorted({commit for run in kept for commit in run.commits})
+    resumed = [run for run in kept if len(run.commits) > 1]
+    row["notes"] += [f"{run.dir.name}: resumed, commits {', then '.join(run.commits)}" for run in resumed]
+    row["versions"] = kept[0].config.get("versions", {})
+    row["cores"], row["device"] = kept[0].config.get("cores"), kept[0].config.get("device")
+    return row, kept
+
+
+def compare(rows: list[dict]) -> list[dict]:
+    """Eager against compiled, for each script, environment and precision of which there are both: scores and speed."""
+    pairs = []
+    for eager, compiled in product(rows, rows):
+        (ours, flags), (theirs, their_flags) = (row["variant"].partition(" ")[::2] for row in (eager, compiled))
+        is_pair = ours in EAGER and theirs in COMPILED and flags == their_flags and eager["seeds"] and compiled["seeds"]
+        if not is_pair or any(eager[name] != compiled[name] for name in ("script", "env_id")):
+            continue
+        # Where budgets differ, more steps would pass for a difference
+        scores = [row.get("common_scores", row["scores"]) for row in (eager, compiled)]
+        eager_iqm, compiled_iqm = (float(stats.iqm(np.array(own))) for own in scores)
+        ends = interval(scores, stats.difference_of_iqms)
+        pair = {"script": eager["script"], "env_id": eager["env_id"], "eager": eager["variant"]}
+        pair |= {"compiled": compiled["variant"], "difference": compiled_iqm - eager_iqm}
+        enough = ends and min(map(len, scores)) >= MIN_SEEDS
+        pair |= {"interval": ends, "agree": ends[0] <= 0 <= ends[1] if enough else None}
+        pair["speed_ratio"] = compiled["steps_per_second"] / eager["steps_per_second"]
+        pairs.append(pair)
+    return pairs
+
+
+def add_common_scores(rows: list[dict], panels: dict[tuple[str, str], dict[str, list[runs.Run]]]) -> None:
+    """Where runs of an environment differ in length, add to its rows their scores at the end of the shortest run."""
+    for key, members in panels.items():
+        lengths = [run.steps for kept in members.values() for run in kept]
+        end = min(lengths)
+        scores = {variant: [runs.final_return(run.until(end)) for run in kept] for variant, kept in members.items()}
+        # Where the shortest run is very short, another may have no episode yet
+        if end >= SAME_BUDGET * max(lengths) or any(np.isnan(x).any() for x in scores.values()):
+            continue
+        for row in rows:
+            if (row["script"], row["env_id"]) == key and row["variant"] in scores:
+                row |= {"common_steps": end, "common_scores": scores[row["variant"]]}
+
+
+def draw_panel(axis, members: dict[str, list[runs.Run]], position: str) -> None:
+    """Curves of the variants of one script and environment against steps or seconds, with bands over the seeds."""
+    for variant, kept in members.items():
+        ends = [run.steps if position == "global_step" else run.seconds for run in kept]
+        # Runs take different times: a curve is drawn as far as all its runs go
+        edges = np.linspace(0, min(ends), BINS + 1)
+        curves = np.stack([runs.learning_curve(run, edges, position) for run in kept])
+        known = ~np.isnan(curves).any(0)
+        band = stats.bootstrap([curves[:, known]]) if len(kept) > 1 and known.any() else None
+        name = f"{plots.label(variant)} ({len(kept)} seeds)" if len(kept) > 1 else f"{plots.label(variant)} (1 seed)"
+        plots.draw_curve(axis, edges[1:][known], stats.iqm(curves)[known], variant, name, band)
+
+
+def draw_curves(panels: dict[tuple[str, str], dict[str, list[runs.Run]]], reference: dict, path: Path) -> None:
+    """One row of panels for each script and environment: return against steps, and against wall time."""
+    with plots.figure(path, rows=len(panels), columns=len(AXES)) as axes:
+        for panel_row, (key, members) in zip(axes, panels.items(), strict=True):
+            for axis, (position, x) in zip(panel_row, AXES.items(), strict=True):
+                draw_panel(axis, members, position)
+                plots.describe_axis(axis, f"{key[0]} on {key[1]}", x, "episode return")
+                longest = max(run.steps for kept in members.values() for run in kept)
+                published = published_score(reference.get(key))
+                if published and is_same_budget(longest, published):
+                    style = {"color": "#777777", "linestyle": "--", "linewidth": 1}
+                    axis.axhline(published["mean"], **style, label="CleanRL's score")
+                axis.legend()
+
+
+def pack_curves(panels: dict[tuple[str, str], dict[str, list[runs.Run]]]) -> bytes:
+    """The curves behind all panels, compressed; the same curves give the same bytes."""
+    columns = ("global_step", "seconds", "charts/episodic_return", "charts/episodes")
+    curves = [
+        {"script": script, "env_id": env_id, "variant": variant, "seed": run.seed}
+        | {name: [line.get(name) for line in run.lines] for name in columns}
+        for (script, env_id), members in panels.items()
+        for variant, kept in members.items()
+        for run in kept
+    ]
+    return gzip.compress(json.dumps(curves).encode(), mtime=0)
+
+
+def unpack_curves(content: bytes) -> dict[tuple[str, str], dict[str, list[runs.Run]]]:
+    """The panels again: runs that have no more than their curves."""
+    panels = {}
+    for curve in json.loads(gzip.decompress(content)):
+        key, variant, config = (curve.pop("script"), curve.pop("env_id")), curve.pop("variant"), {}
+        config["args"] = {"seed": curve.pop("seed")}
+        rows = (dict(zip(curve, values, strict=True)) for values in zip(*curve.values(), strict=True))
+        lines = [{name: value for name, value in row.items() if value is not None} for row in rows]
+        panels.setdefault(key, {}).setdefault(variant, []).append(runs.Run(Path(), config, lines))
+    return panels
+
+
+def score_cells(row: dict) -> list[str]:
+    """A row of the table of scores."""
+    start = [row["script"], row["env_id"], row["variant"], len(row["seeds"])]
+    if not row["seeds"]:
+        return [*start, *["-"] * 7]
+    published, theirs = row["published"], "-"
+    if published:
+        theirs = f"{published['mean']:,.1f} ± {published['std']:,.1f} ({published['seeds']} seeds)"
+    ours = [f"{row['steps']:,}", estimate(row["iqm"], row["interval"]), f"{row['mean']:,.1f} ± {row['std']:,.1f}"]
+    return [*start, *ours, theirs, verdict(row), f"{row['steps_per_second']:,.0f}", f"{row['minutes']:.1f}"]
+
+
+def pair_cells(pair: dict) -> list[str]:
+    """A row of the table of eager against compiled."""
+    compared, difference = f"{pair['compiled']} less {pair['eager']}", (pair["difference"], pair["interval"])
+    cells = [pair["script"], pair["env_id"], compared, estimate(*difference, "+,.1f"), AGREEMENT[pair["agree"]]]
+    return [*cells, f"{pair['speed_ratio']:.2f}x"]
+
+
+def common_cells(row: dict) -> list[str]:
+    """A row of the table of scores at the same number of steps."""
+    scores = np.array(row["common_scores"])
+    start = [row["script"], row["env_id"], row["variant"], len(scores), f"{row['common_steps']:,}"]
+    return [*start, estimate(float(stats.iqm(scores)), interval([scores], stats.pooled_iqm))]
+
+
+def listing(title: str, items: list[str]) -> list[str]:
+    """A headed list, if it has items."""
+    return [f"## {title}", "", *[f"- {item}" for item in items], ""] if items else []
+
+
+def markdown(report: dict) -> str:
+    """The report as Markdown."""
+    rows, header = report["rows"], ["script", "environment", "variant", "seeds", "steps", "return: IQM [95 %]"]
+    header += ["mean ± std", "CleanRL", "verdict", "steps/s", "minutes"]
+    lines = ["# Report", "", INTRODUCTION, "", *table(header, [score_cells(row) for row in rows]), ""]
+    lines += ["![learning curves](learning_curves.png)", ""] if any(row["seeds"] for row in rows) else []
+    if report["pairs"]:
+        names = ["script", "environment", "compared", "difference of IQMs [95 %]", "verdict", "speed"]
+        lines += ["## Eager against compiled", "", *table(names, [pair_cells(x) for x in report["pairs"]]), ""]
+    if any("common_scores" in row for row in rows):
+        header, cells = header[:6], [common_cells(row) for row in rows if "common_scores" in row]
+        lines += ["## At the same number of steps", "", "Each run as it was when the shortest one ended.", ""]
+        lines += [*table(header, cells), ""]
+    lines += listing("Left out", [f"{row['script']}, {x['run']}: {x['why']}" for row in rows for x in row["left_out"]])
+    names = [(f"{row['script']}, {row['env_id']}, {row['variant']}", row["notes"]) for row in rows]
+    lines += listing("Notes", [f"{name}: {note}" for name, notes in names for note in notes])
+    return "\n".join([*lines, f"Reported {describe(report['provenance'])}", ""])
+
+
+def write_report(folders: list[Path], out: Path) -> dict:
+    """Write the report of all runs in these folders into `out`; returns what went into its JSON."""
+    found = runs.find_runs(folders)
+    if not found:
+        fail(f"no runs in {', '.join(map(str, folders))}")
+    reference, rows, panels = read_reference(), [], {}
+    for key, group in runs.groups(found).items():
+        row, kept = summarize_group(key, group, reference)
+        rows.append(row)
+        if kept:
+            panels.setdefault(key[:2], {})[key[2]] = kept
+    add_common_scores(rows, panels)
+    report = {"provenance": provenance(), "rows": rows, "pairs": compare(rows)}
+    thinned = {
+        key: {variant: [runs.thin(run, LINES) for run in kept] for variant, kept in members.items()}
+        for key, members in panels.items()
+    }
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "report.json", report)
+        (out / "curves.json.gz").write_bytes(pack_curves(thinned))
+        write_summary(out)
+    except OSError as error:
+        fail(f"can't write to {out}: {error.strerror}")
+    return report
+
+
+def write_summary(out: Path) -> str:
+    """Make `report.md`, and `learning_curves.png` if the curves are there, of a report's data; returns the Markdown."""
+    report, curves = json.loads((out / "report.json").read_text()), out / "curves.json.gz"
+    text = markdown(report)
+    (out / "report.md").write_text(text)
+    if curves.exists() and (panels := unpack_curves(curves.read_bytes())):
+        draw_curves(panels, read_reference(), out / "learning_curves.png")
+    return text
+
+
+def expand(paths: tuple[Path, ...]) -> list[Path]:
+    """The folders; a pattern that the shell has left as it was, since it was quoted, stands for all that match it."""
+    found = {path: [] if path.exists() else sorted(map(Path, glob.glob(str(path)))) for path in paths}
+    return [folder for path in paths for folder in found[path] or [path]]
+
+
+def main(options: Options) -> None:
+    folders = [folder for folder in expand(options.runs) if folder.is_dir() or not folder.exists()]
+    missing = [str(folder) for folder in folders if not folder.is_dir()]
+    if missing or not folders:
+        fail(f"there is no folder {', '.join(missing)}" if missing else "name at least one folder of runs")
+    report = write_report(folders, options.out)
+    print(markdown(report))
+    print(f"written to {options.out}: report.md, report.json, learning_curves.png, curves.json.gz")

@@ -1,0 +1,260 @@
+"""Run scripts x variants x environments x seeds, as a user would, and report on them: ./run.sh sweep.
+
+Every run is a fresh process with a folder of its own under OUT/runs and its output under OUT/output. The journal,
+OUT/journal.jsonl, gets a line when a run starts and when it ends, at once on disk: whatever ends the sweep, --resume
+(with --out, if it was given) goes on with what it was to do, without repeating a finished run; failed and broken-off
+runs start anew.
+
+Measures: what each run learns, and how long it takes; `./run.sh report` says how it is summarized.
+Takes: as long as the runs that it announces, divided by --jobs; at the defaults about an hour on two cores.
+Leaves: OUT/runs with a folder for each run, OUT/output, OUT/journal.jsonl and OUT/report.
+"""
+
+import fcntl
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+from tqdm import tqdm
+
+from benchmarks.common import processes, runs
+from benchmarks.common.programs import (
+    Variant,
+    check_known,
+    check_positive,
+    command,
+    default_variants,
+    fail,
+    fields_of,
+    pairs,
+)
+from benchmarks.common.results import make_folder, stoppable
+from benchmarks.learning import report
+
+TAIL = 8192  # bytes at the end of a log in which its last whole line is found
+PLAN = ("scripts", "variants", "seeds", "env_ids", "total_timesteps", "flags")  # options that say what the runs are
+
+
+@dataclass
+class Options:
+    scripts: tuple[str, ...] = ()  # pairs, by the names of their eager twins; by default all
+    variants: tuple[Variant, ...] = ()  # by default those of use here
+    seeds: tuple[int, ...] = (21, 31, 41)  # LeanRL's seeds
+    env_ids: tuple[str, ...] = ()  # environments for every script; by default each script's own
+    total_timesteps: int = 50_000  # environment steps of each run
+    jobs: int = 1  # runs side by side, each on its own share of the CPU cores
+    timeout: float = 14_400.0  # seconds after which a run is ended and counts as failed
+    flags: str = ""  # more flags for all runs, as in --flags="--num-envs 8"
+    resume: bool = False  # go on with the sweep in OUT, as it was begun
+    out: Path = Path("runs/sweep")  # folder of the sweep
+
+
+@dataclass(eq=False)
+class Job:
+    """One run of the plan, and its process while it runs."""
+
+    name: str
+    arguments: list[str]
+    child: processes.Child | None = None
+
+
+class Journal:
+    """What was started and how it ended, a line each, written through to the disk before anything else happens.
+
+    Its first line holds the settings of the sweep, which stay what they were when it is resumed.
+    """
+
+    def __init__(self, path: Path, settings: dict, resume: bool):
+        self.path, self.states, self.settings, self.file = path, {}, settings, path.open("a")
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"another sweep is running in {path.parent}")
+        lines = read_journal(path)
+        if lines and not resume:
+            fail(f"{path.parent} holds a sweep; --resume goes on with it, --out names another folder")
+        for line in lines[1:]:
+            self.states[line["run"]] = line["state"]
+        if lines:
+            self.settings = lines[0]["settings"]
+            self.file.write("\n")  # the last line may have been cut off
+        else:
+            self.write({"settings": settings})
+
+    def write(self, line: dict) -> None:
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def note(self, name: str, state: str, **more) -> None:
+        self.states[name] = state
+        self.write({"run": name, "state": state, "time": time.strftime("%Y-%m-%d %H:%M:%S"), **more})
+
+    def count(self, state: str) -> int:
+        return sum(x == state for x in self.states.values())
+
+
+def read_journal(path: Path) -> list[dict]:
+    """The whole lines of a journal."""
+    lines = []
+    for text in path.read_text().splitlines() if path.exists() else ():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    return lines
+
+
+def settings_of(options: Options) -> dict:
+    """What the runs are, as the journal holds it, with nothing left open."""
+    settings = {name: getattr(options, name) for name in PLAN}
+    settings["scripts"] = settings["scripts"] or pairs()
+    settings["variants"] = settings["variants"] or default_variants()
+    return json.loads(json.dumps(settings))
+
+
+def resumed(options: Options, saved: dict) -> Options:
+    """The options of the sweep that is resumed; one that is given and says something else is refused."""
+    defaults = Options()
+    for name in PLAN:
+        given = json.loads(json.dumps(getattr(options, name)))
+        if getattr(options, name) != getattr(defaults, name) and given != saved[name]:
+            flag = f"--{name.replace('_', '-')}"
+            fail(f"{flag}: a resumed sweep keeps its settings, {json.dumps(saved[name])}; leave this flag out")
+    return replace(options, **{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
+
+
+def announcement(options: Options, jobs: list[Job], journal: Journal) -> str:
+    """What is going to be run, in a line."""
+    counts = {"script": options.scripts, "environment": options.env_ids, "variant": options.variants}
+    counts["seed"] = options.seeds
+    factors = [f"{len(x)} {noun}{'s' * (len(x) != 1)}" for noun, x in counts.items() if x]
+    done = sum(journal.states.get(job.name) == "finished" for job in jobs)
+    text = f"{' x '.join(factors)} = {len(jobs)} runs of {options.total_timesteps:,} steps, {options.jobs} at a time"
+    return text + f"; {done} of them finished before" * (done > 0)
+
+
+def plan(options: Options) -> list[Job]:
+    """All runs in their order: seed by seed, so that a sweep broken off has some of everything."""
+    jobs = []
+    for seed, script in product(options.seeds, options.scripts):
+        own = fields_of(script)["env_id"].default
+        for env_id, variant in product(options.env_ids or (own,), options.variants):
+            name = f"{env_id}__{script}__{variant}__{seed}".replace("/", "_").replace(":", "_")
+            flags = ["--seed", seed, "--env-id", env_id, "--total-timesteps", options.total_timesteps]
+            folder = ["--run-dir", (options.out / "runs" / name).resolve()]
+            arguments = [*command(script, variant), *flags, *shlex.split(options.flags), *folder]
+            jobs.append(Job(name, [str(x) for x in arguments]))
+    return jobs
+
+
+def share_of_cores(slot: int, slots: int) -> set[int] | None:
+    """The CPU cores of one of the jobs that run side by side; None, all of them, if it runs alone."""
+    cores = sorted(os.sched_getaffinity(0))
+    if slots == 1:
+        return None
+    return set(cores[slot::slots]) or {cores[slot % len(cores)]}
+
+
+def last_step(log: Path) -> int:
+    """Environment steps that a run has taken so far, by the last whole line of its log."""
+    if not log.exists():
+        return 0
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL))
+        lines = [runs.parse_line(text) for text in file.read().decode(errors="replace").splitlines()]
+    return next((int(line["global_step"]) for line in reversed(lines) if line), 0)
+
+
+def start(job: Job, slot: int, options: Options, journal: Journal) -> None:
+    """Start a run in an empty folder."""
+    shutil.rmtree(options.out / "runs" / job.name, ignore_errors=True)
+    journal.note(job.name, "started")
+    cores = share_of_cores(slot, options.jobs)
+    job.child = processes.start(job.arguments, options.out / "output" / f"{job.name}.txt", cores)
+
+
+def ended(job: Job, options: Options, journal: Journal) -> bool:
+    """Whether a run has ended, or had to be; notes how, and shows the last lines of a failed one."""
+    code, why = job.child.poll(), None
+    if code is None:
+        if time.perf_counter() - job.child.started < options.timeout:
+            return False
+        job.child.stop(signal.SIGTERM)
+        why = f"ended after {options.timeout:g} s, its time limit"
+    elif code != 0:
+        why = f"exit code {code}" if code > 0 else f"killed by signal {-code}"
+    resources = {"seconds": round(job.child.seconds, 1), **job.child.resources()}
+    journal.note(job.name, "finished" if why is None else "failed", **resources, **({"why": why} if why else {}))
+    if why is not None:
+        tqdm.write(f"failed: {job.name}, {why}; its last lines:\n{indented(job.child.last_lines())}")
+    return True
+
+
+def indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def run_all(jobs: list[Job], options: Options, journal: Journal) -> None:
+    """Run what has not finished yet, a job in each slot, until all have ended."""
+    waiting = [job for job in jobs if journal.states.get(job.name) != "finished"]
+    slots: list[Job | None] = [None] * options.jobs
+    done = len(jobs) - len(waiting)
+    with tqdm(total=len(jobs) * options.total_timesteps, unit=" steps", unit_scale=True) as bar:
+        try:
+            while waiting or any(slots):
+                for i, job in enumerate(slots):
+                    if job is not None and ended(job, options, journal):
+                        slots[i], done = None, done + 1
+                    if slots[i] is None and waiting:
+                        slots[i] = waiting.pop(0)
+                        start(slots[i], i, options, journal)
+                steps = sum(last_step(options.out / "runs" / job.name / "metrics.jsonl") for job in slots if job)
+                bar.n = done * options.total_timesteps + steps
+                bar.set_postfix_str(f"{journal.count('finished')}/{len(jobs)} runs, {journal.count('failed')} failed")
+                time.sleep(0.5)
+        finally:
+            running = [job.child for job in slots if job and job.child]  # none, but after Ctrl-C
+            for child in running:
+                child.ask(signal.SIGTERM)
+            for child in running:
+                child.stop()
+
+
+def check(options: Options) -> None:
+    """Refuse what can't work."""
+    check_known("script", options.scripts, pairs())
+    check_positive(options, "jobs", "timeout", "total_timesteps")
+    if not options.seeds:
+        fail("--seeds: name at least one")
+    if options.resume and not read_journal(options.out / "journal.jsonl"):
+        fail(f"there is no sweep in {options.out} to go on with")
+    for folder in ("runs", "output"):
+        make_folder(options.out / folder)
+
+
+def main(options: Options) -> int:
+    check(options)
+    journal = Journal(options.out / "journal.jsonl", settings_of(options), options.resume)
+    options = resumed(options, journal.settings)
+    jobs = plan(options)
+    print(announcement(options, jobs, journal), file=sys.stderr)
+    out = "" if options.out == Options.out else f" --out {options.out}"
+    with stoppable(f"to go on: ./run.sh sweep --resume{out}"):
+        run_all(jobs, options, journal)
+    failed = [job for job in jobs if journal.states[job.name] == "failed"]
+    if len(failed) < len(jobs):
+        result = report.write_report([options.out / "runs"], options.out / "report")
+        print(report.markdown(result))
+        print(f"written to {options.out / 'report'}")
+    for job in failed:
+        print(f"failed: {job.name}; its output: {options.out / 'output' / job.name}.txt", file=sys.stderr)
+    print(f"{len(jobs) - len(failed)} of {len(jobs)} runs finished")
+    return 1 if failed else 0

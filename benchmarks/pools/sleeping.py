@@ -1,0 +1,52 @@
+"""Environments whose steps take a known time and no processor, as `benchmarks.pools.sleeping:Name-v0`."""
+
+import time
+
+import gymnasium as gym
+import numpy as np
+
+STEP, TAIL, CHANCE = 0.003, 0.1, 0.01  # seconds, seconds, probability: the example of the "24x speed-up" talk
+
+
+class Sleeping(gym.Env):
+    """Sleeps `step` seconds at each step, with a probability of `chance` `tail` seconds more. Observes zeros, for ever.
+
+    With `step=0` it does not sleep at all: then what a vector of them takes is that vector's own time.
+    """
+
+    observation_space = gym.spaces.Box(-1, 1, (4,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+    render_mode = None
+
+    def __init__(self, step: float = STEP, tail: float = TAIL, chance: float = CHANCE):
+        self.step_seconds, self.tail, self.chance = step, tail, chance
+        self.obs = np.zeros(4, dtype=np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed, options=options)
+        return self.obs, {}
+
+    def step(self, _action):
+        if self.step_seconds:
+            time.sleep(self.step_seconds + self.tail * (self.np_random.random() < self.chance))
+        return self.obs, 1.0, False, False, {}
+
+
+class SleepingCartPole(gym.Wrapper):
+    """CartPole in slow motion: a step takes what a step of `Sleeping` takes."""
+
+    def __init__(self):
+        super().__init__(gym.make("CartPole-v1", disable_env_checker=True))
+        self.clock = Sleeping()
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            self.clock.reset(seed=seed)
+        return self.env.reset(seed=seed, options=options)
+
+    def step(self, action):
+        self.clock.step(action)
+        return self.env.step(action)
+
+
+gym.register("SlowCartPole-v0", SleepingCartPole)

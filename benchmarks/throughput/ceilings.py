@@ -1,0 +1,170 @@
+"""Where the time of a script goes, and how fast its environment is alone.
+
+    python -m benchmarks.throughput.ceilings env|sections SCRIPT.py [FLAGS]
+
+`env` steps the script's own environments with random actions and does nothing else: the ceiling that they set.
+
+`sections` trains as the flags say while a second thread looks, some hundred times a second, at the line at which the
+loop of `train` is, and adds seconds since the line before to each line of the log:
+
+- `profile/env`: within a method of the script's `Envs` or `Pool`, wherever it is called;
+- `profile/policy`: else under the heading `Act`, `Step the environment` or `Collect`;
+- `profile/learn`: else under `Estimate advantages` or `Learn`.
+
+What is left is the log, checkpoints, and the head of the loop. On CUDA a kernel runs on after the call that launched
+it, and its time shows where the loop waits for it. The speed of a script is never taken from such a run.
+"""
+
+import bisect
+import ctypes
+import inspect
+import json
+import re
+import sys
+import threading
+import time
+from dataclasses import asdict
+from itertools import cycle
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+
+import numpy as np
+import tyro
+
+from benchmarks.common.programs import check_known, environment_class, fail, load_script, make_envs
+
+SECTIONS = ("env", "policy", "learn")
+SECTION_OF = {
+    "Act": "policy", "Step the environment": "policy", "Collect": "policy", "Estimate advantages": "learn",
+    "Learn": "learn", "Log": "rest",
+}  # fmt: skip
+INTERVAL = 0.003  # seconds between two looks: no divisor of what a loop may take
+SWITCH = 1e-5  # seconds after which the loop must let the other thread look
+PR_SET_TIMERSLACK = 29  # of prctl(2)
+LOG_EVERY = 0.25  # seconds between two lines of an env-only run
+NUM_ACTIONS = 256  # random actions are drawn beforehand and used in turn
+
+
+def headings(train) -> tuple[list[int], list[str]]:
+    """The lines of a script at which a part of the loop of `train` begins, and the section of each."""
+    lines, first = inspect.getsourcelines(train)
+    pattern = re.compile(rf" +# ({'|'.join(SECTION_OF)})(?:[.,;:]|$)")
+    found = [(first + i, SECTION_OF[match[1]]) for i, line in enumerate(lines) if (match := pattern.match(line))]
+    return [number for number, _ in found], [section for _, section in found]
+
+
+class Sampler:
+    """Seconds that a thread spends in each section of the loop of a script, by looking at it now and then.
+
+    Python lets one thread run at a time. A look is not to wait until the loop lets go of its own accord, which it does
+    in PyTorch's calls rather than in Python's: so it may ask for its turn within microseconds, and wakes on time.
+    """
+
+    def __init__(self, module: ModuleType):
+        methods = [x for x in vars(environment_class(module)).values() if inspect.isfunction(x)]
+        self.train, self.envs = module.train.__code__, {method.__code__ for method in methods}
+        self.starts, self.sections = headings(module.train)
+        self.seconds, self.watched = dict.fromkeys((*SECTIONS, "rest"), 0.0), threading.get_ident()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    def run(self) -> None:
+        sys.setswitchinterval(SWITCH)
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
+        last = time.perf_counter()
+        while frame := sys._current_frames().get(self.watched):
+            now = time.perf_counter()
+            self.seconds[self.section_of(frame)] += now - last
+            del frame
+            last = now
+            time.sleep(INTERVAL)
+
+    def section_of(self, frame: FrameType | None) -> str:
+        """The section in which a thread is whose innermost frame this is."""
+        codes: set[CodeType] = set()
+        while frame is not None and frame.f_code is not self.train:
+            codes.add(frame.f_code)
+            frame = frame.f_back
+        place = bisect.bisect(self.starts, frame.f_lineno) if frame is not None else 0
+        if place == 0:
+            return "rest"
+        return "env" if codes & self.envs else self.sections[place - 1]
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each section since the last call, as columns of a log."""
+        taken = {f"profile/{section}": self.seconds[section] for section in SECTIONS}
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        return taken
+
+
+def train_watched(module: ModuleType, flags: list[str]) -> None:
+    """Train as the flags say; each line of the log gets the seconds of the sections."""
+    sampler, log = Sampler(module), module.Run.log
+    module.Run.log = lambda run, step, metrics, *rest: log(run, step, metrics | sampler.take(), *rest)
+    sampler.thread.start()
+    module.train(tyro.cli(module.Args, args=flags))
+
+
+def rounds(envs, actions: list[np.ndarray]):
+    """Step all environments, with the actions in turn, for ever; yields which of them (N,) ended in each round.
+
+    Of pools that step independently of each other, each is sent its next actions as soon as it has been heard of.
+    """
+    envs.reset()
+    if not hasattr(envs, "num_pools"):
+        for action in cycle(actions):
+            _, _, terminated, truncated, *_ = envs.step(action)
+            yield terminated | truncated
+    parts = cycle([np.split(action, envs.num_pools) for action in actions])
+    for pool, part in enumerate(next(parts)):
+        envs.send(pool, part)
+    while True:
+        done = np.zeros((envs.num_pools, len(actions[0]) // envs.num_pools), dtype=bool)
+        for pool, part in enumerate(next(parts)):
+            _, _, terminated, truncated, *_ = envs.recv(pool)
+            envs.send(pool, part)
+            done[pool] = terminated | truncated
+        yield done.reshape(-1)
+
+
+def step_envs(module: ModuleType, flags: list[str]) -> None:
+    """Step the environments with random actions until the budget is used up, or until Ctrl-C, and log the speed."""
+    args = tyro.cli(module.Args, args=flags)
+    folder = Path(args.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"script": Path(module.__file__).name, "args": asdict(args)}
+    (folder / "config.json").write_text(json.dumps(config))
+    num_envs = args.num_workers * args.envs_per_worker if hasattr(module, "Pool") else args.num_envs
+    envs = make_envs(module, args, list(range(1, num_envs + 1)))
+    envs.action_space.seed(args.seed)
+    draw = envs.action_space.sample
+    actions = [np.stack([draw() for _ in range(num_envs)]) for _ in range(NUM_ACTIONS)]
+    step, done, start = 0, np.zeros(num_envs, dtype=bool), time.perf_counter()
+    written = start
+    with (folder / "metrics.jsonl").open("w", buffering=1) as file:
+        for ended in rounds(envs, actions):
+            step += num_envs - int(done.sum())  # where an episode had ended, this was a reset
+            done, now = ended, time.perf_counter()
+            if now - written >= LOG_EVERY:
+                file.write(json.dumps({"global_step": step, "seconds": now - start}) + "\n")
+                written = now
+            if step >= args.total_timesteps:
+                break
+    envs.close()
+
+
+def main(arguments: list[str]) -> None:
+    if len(arguments) < 2:
+        fail("name what to measure, env or sections, and a script")
+    what, script, *flags = arguments
+    check_known("measurement", [what], ["env", "sections"])
+    try:
+        if what == "env":
+            step_envs(load_script(Path(script)), flags)
+        else:
+            train_watched(load_script(Path(script)), flags)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,100 @@
+"""The speed of a pair's variants within a minute or two, side by side: what `./run.sh gpu speed` does with each pair.
+
+Starting and compiling take most of the time of a short measurement. Here all variants of a pair get ready side by side,
+on all cores, and are frozen when they run steadily. Then each is awake for a few seconds at a time, alone, in one order
+and in the next round in the other; between, it takes no time of the processor or of the device.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.common import processes, runs, steady, turns
+from benchmarks.common.programs import fields_of
+from benchmarks.common.results import provenance
+from benchmarks.throughput import throughput
+
+PIECES = 5  # of a turn, whose speeds are the windows
+PATIENCE = 4.0  # turns' time for which a contestant may be awake, until it has written enough
+
+
+@dataclass(eq=False)
+class Contestant(turns.Contestant):
+    """A program that trains for ever, its log, and the speeds that were measured."""
+
+    log: Path = Path("metrics.jsonl")
+    window: float = 1.5  # seconds of a turn
+    rounds: list[dict] = field(default_factory=list)  # for each its `speeds`, steps/s of each window
+
+    def lines(self) -> list[dict]:
+        return runs.read_lines(self.log)[0]
+
+    def is_ready(self) -> bool:
+        """Whether it runs steadily, and so may be frozen."""
+        lines = self.lines()
+        first = steady.first_update(lines)
+        return first is not None and len(lines) > first + steady.FIRST_LINES
+
+    def is_over(self) -> bool:
+        if self.child.poll() == 0:
+            self.error = self.error or "ended by itself"
+        return super().is_over()
+
+    def take_turn(self, seconds: float) -> None:
+        """Be awake for a turn, or longer until there is a window; then freeze again. Not at all, if time is short."""
+        if seconds < self.window:
+            return
+        known, speeds = len(self.lines()), np.zeros(0)
+        self.child.go_on()
+        self.child.wait(self.window)
+        end = time.perf_counter() + min(seconds, PATIENCE * self.window) - self.window
+        while not len(speeds) and not self.is_over():
+            # The first line spans the time for which it was frozen: it only begins the first window
+            speeds = steady.cut(self.lines()[known:], self.window / PIECES)
+            if time.perf_counter() > end:
+                break
+            self.child.wait(self.window / 10)
+        self.child.freeze()
+        if len(speeds):
+            self.rounds.append({"speeds": speeds.tolist()})
+
+    def result(self) -> dict:
+        """Median speed, with quartiles; why there is none, or no more of it."""
+        failed = {"failed": turns.without_paths(self.error)} if self.error else {}
+        if not self.rounds:
+            return failed or {"failed": "no window of steady speed"}
+        low, median, high = np.quantile(np.concatenate([x["speeds"] for x in self.rounds]), [0.25, 0.5, 0.75]).tolist()
+        return {"steps_per_second": median, "quartiles": [low, high], "rounds": self.rounds, **failed}
+
+
+def result_of(script: str, contestants: dict[str, Contestant], device: str) -> dict:
+    """What the contestants of a pair came to, with the ratios to eager."""
+    own = {name: x.result() for name, x in contestants.items()}
+    measured = [name for name, x in own.items() if "steps_per_second" in x]
+    ratios = [throughput.ratio(own, name, "eager") for name in measured if name != "eager" and "eager" in measured]
+    result = {"script": script, "env_id": fields_of(script)["env_id"].default, "flags": "", "device": device}
+    return result | {"contestants": own, "ratios": ratios, "provenance": provenance()}
+
+
+def measure(
+    script: str,
+    contestants: dict[str, Contestant],
+    device: str,
+    rounds: int,
+    seconds: float,
+    on_change: Callable[[dict], None],
+) -> None:
+    """Measure the contestants of a pair within so many seconds; `on_change` gets the result so far after each turn.
+
+    What memory is not enough for at once is measured in a second group.
+    """
+    slots, everyone = processes.free_slots(processes.SCRIPT_MEMORY), list(contestants.values())
+    share = seconds * min(1.0, slots / len(everyone))
+    for i in range(0, len(everyone), slots):
+        group = everyone[i : i + slots]
+        turns.take_turns(
+            group, len(group), share, share, lambda _: on_change(result_of(script, contestants, device)), rounds
+        )

@@ -1,0 +1,134 @@
+"""Do the variants of a pair compute the same?
+
+    python -m benchmarks.throughput.parity SCRIPT RESULT.json VARIANT... [-- FLAGS]
+
+Trains each variant for about fifty updates from the same seed, compiled code drawing the random numbers that eager code
+draws, and compares all that is logged and the weights that act with those of the eager script on the same device.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+
+from benchmarks.common import processes, runs, turns
+from benchmarks.common.programs import SCRIPTS, VARIANTS, load_script
+from benchmarks.common.results import write_whole
+
+TOLERANCE = 1e-3  # relative: other kernels sum in another order, and updates build on each other
+CLOCKS = ("seconds", "charts/SPS")  # columns that no two runs have in common
+WEIGHTS = ("agent", "network", "actor")  # names of the network that acts, in a checkpoint
+
+
+def fifty_updates(args_class: type) -> dict[str, int]:
+    """Settings of about fifty updates in which rounding errors stay small: those of PPO are all on one rollout."""
+    fields = args_class.__dataclass_fields__
+    if "num_steps" in fields:
+        settings = {"num_steps": 64, "num_minibatches": 4, "update_epochs": 13}
+        if "num_workers" in fields:  # a pool, in lock-step: else the order of its rows is a matter of luck
+            return settings | {"num_workers": 2, "ready_batch": 0, "total_timesteps": 2 * 64}
+        return settings | {"total_timesteps": 64 * fields["num_envs"].default}
+    settings = {"learning_starts": 100, "buffer_size": 1000, "batch_size": 64, "log_every": 25}
+    every = fields["train_frequency"].default if "train_frequency" in fields else 1
+    settings |= {"target_network_frequency": 5 * every} if every > 1 else {}
+    return settings | {"total_timesteps": settings["learning_starts"] + 52 * every}
+
+
+def train(script: str, variant: str, folder: Path, flags: list[str]) -> tuple[list[dict], torch.Tensor]:
+    """The lines of the log, and the weights that act as one vector, after fifty updates of a variant."""
+    suffix, own = VARIANTS[variant]
+    module = load_script(SCRIPTS / f"{script}{suffix}.py")
+    settings = {"seed": 2, "run_dir": folder, **fifty_updates(module.Args)}
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    module.train(tyro.cli(module.Args, args=["--no-tensorboard", *given, *own, *flags]))
+    lines, _ = runs.read_lines(folder / "metrics.jsonl")
+    checkpoint = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+    weights = next(checkpoint[name] for name in WEIGHTS if name in checkpoint)
+    return lines, torch.cat([x.double().reshape(-1) for _, x in sorted(weights.items())])
+
+
+def deviations(run: tuple, reference: tuple) -> dict:
+    """Largest relative deviation of a metric (from 0.01 if that is more), and that of the weights by their norm."""
+    (lines, weights), (expected_lines, expected_weights) = run, reference
+    names = [name for name in expected_lines[-1] if name not in CLOCKS]
+    values = [np.array([[line.get(name, np.nan) for name in names] for line in x]) for x in (lines, expected_lines)]
+    if values[0].shape != values[1].shape or (np.isnan(values[0]) != np.isnan(values[1])).any():
+        return {"equal": False, "failed": "the logs have other lines"}
+    errors = np.nan_to_num(np.abs(values[0] - values[1]) / np.maximum(np.abs(values[1]), 0.01)).max(0)
+    weight = ((weights - expected_weights).norm() / expected_weights.norm()).item()
+    worst = int(errors.argmax())
+    equal = max(errors[worst], weight) <= TOLERANCE
+    return {"equal": bool(equal), "metrics": float(errors[worst]), "worst_metric": names[worst], "weights": weight}
+
+
+def compare(script: str, result: Path, variants: list[str], flags: list[str]) -> None:
+    """Compare each variant of a pair with eager; write what is known after each of them."""
+    found = {}
+    # In TF32, which cuDNN would take without asking, other kernels differ in the third digit
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True
+    with tempfile.TemporaryDirectory() as folder, torch._inductor.config.patch(fallback_random=True):
+        try:
+            reference = train(script, "eager", Path(folder, "eager"), flags)
+        except (Exception, SystemExit) as error:
+            reason = {"equal": False, "failed": f"eager: {turns.describe_error(error)}"}
+            write_whole(result, json.dumps(dict.fromkeys(variants, reason)))
+            return
+        for variant in variants:
+            try:
+                found[variant] = deviations(train(script, variant, Path(folder, variant), flags), reference)
+            except (Exception, SystemExit) as error:  # one variant that crashes says nothing about the others
+                found[variant] = {"equal": False, "failed": turns.describe_error(error)}
+            write_whole(result, json.dumps(found))
+
+
+def compare_all(
+    scripts: list[str],
+    variants: tuple[str, ...],
+    flags: list[str],
+    time_limit: float,
+    folder: Path,
+    on_change: Callable[[dict[str, dict[str, dict]]], None],
+) -> None:
+    """Compare the variants of many pairs within so many seconds, a process for each pair, some side by side.
+
+    `on_change` gets all that is known, by script and variant, whenever that is more; at the end nothing is missing.
+    """
+    deadline, cores = time.perf_counter() + time_limit, len(os.sched_getaffinity(0))
+    jobs = min(len(scripts), max(1, cores // 2), processes.free_slots(processes.SCRIPT_MEMORY))
+    settings, waiting, running = turns.compile_settings(folder / "cache", jobs), list(scripts), {}
+    found, reasons = {script: {} for script in scripts}, dict.fromkeys(scripts, "no time left")
+    try:
+        while (waiting or running) and time.perf_counter() < deadline:
+            while waiting and len(running) < jobs:
+                script = waiting.pop(0)
+                program = [sys.executable, "-m", __name__, script, str(folder / f"{script}.json"), *variants]
+                running[script] = processes.start([*program, "--", *flags], folder / f"{script}.out", **settings)
+            time.sleep(0.2)
+            for script, child in list(running.items()):
+                if child.poll() is not None:
+                    del running[script]
+                    reasons[script] = turns.end_of(child)
+                file = folder / f"{script}.json"
+                if file.exists() and (known := json.loads(file.read_text())) != found[script]:
+                    found[script] = known
+                    on_change(found)
+    finally:
+        for child in running.values():
+            child.kill()
+    for script, known in found.items():
+        missing = {"equal": False, "failed": turns.without_paths(reasons[script])}
+        found[script] = dict.fromkeys(variants, missing) | known
+    on_change(found)
+
+
+if __name__ == "__main__":
+    _, script, result, *rest = sys.argv
+    split = rest.index("--") if "--" in rest else len(rest)
+    compare(script, Path(result), rest[:split], rest[split + 1 :])

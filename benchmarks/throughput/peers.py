@@ -1,0 +1,283 @@
+"""Train as a script does, but by Stable-Baselines3 or SBX.
+
+    python -m benchmarks.throughput.peers sb3|sbx SCRIPT [FLAGS]
+
+SCRIPT is the name of a pair, FLAGS are its flags. Environment, hyperparameters, sizes of the networks and number of
+threads are those of the script, read from its `Args`; the run folder gets a log of the same form, so that the same
+analysis applies. Where a library offers no choice it is given one here, if a few lines are enough (`equalize`); what
+differs still is in `DIFFERENCES`, which a result of `throughput` carries and its table names.
+"""
+
+import importlib
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import tyro
+
+from benchmarks.common.programs import PEERS, SCRIPTS, check_known, fail, has_peers, load_script, pairs
+from benchmarks.common.results import git, gpu_model, package_versions
+
+
+class Asked(Exception):
+    """A script has asked for a number of threads."""
+
+
+def threads_of(module: ModuleType, args) -> int:
+    """The number of threads that a script sets for PyTorch before anything else: it is let go so far, and no further.
+
+    One that comes to its loop without having asked takes a thread for each core, as PyTorch does.
+    """
+
+    def ask(number: int) -> None:
+        raise Asked(number)
+
+    cores = len(os.sched_getaffinity(0))
+    with mock.patch("torch.set_num_threads", ask), mock.patch.object(module, "Run", lambda *_: ask(cores)):
+        try:
+            module.train(args)
+        except Asked as asked:
+            return asked.args[0]
+
+
+def schedule(start: float, anneal: bool):
+    """Learning rate as a function of the remaining share of the run, linear to zero, or constant."""
+    return (lambda remaining: start * remaining) if anneal else start
+
+
+def ppo(args, is_jax: bool, is_image: bool) -> dict:
+    batch_size = args.num_envs * args.num_steps // args.num_minibatches
+    if is_jax:
+        from flax.linen import tanh
+    else:
+        from torch.nn import Tanh as tanh
+    networks = {} if is_image else {"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "activation_fn": tanh}
+    settings = {"n_steps": args.num_steps, "batch_size": batch_size, "n_epochs": args.update_epochs}
+    settings |= {name: getattr(args, name) for name in ("gae_lambda", "ent_coef", "max_grad_norm", "target_kl")}
+    settings |= {"learning_rate": schedule(args.learning_rate, args.anneal_lr), "clip_range": args.clip_coef}
+    # Half of the scripts' value loss is a factor 0.5 that the libraries leave out
+    settings |= {"vf_coef": args.vf_coef / 2, "normalize_advantage": args.norm_adv}
+    if args.clip_vloss and not is_jax:
+        settings["clip_range_vf"] = args.clip_coef
+    return settings | {"policy_kwargs": networks | {"optimizer_kwargs": {"eps": 1e-5}}}
+
+
+def off_policy(args) -> dict:
+    names = ("buffer_size", "learning_starts", "batch_size", "tau")
+    return {name: getattr(args, name) for name in names}
+
+
+def dqn(args, is_jax: bool, _is_image: bool) -> dict:
+    settings = {"learning_rate": args.learning_rate, "train_freq": args.train_frequency, "gradient_steps": 1}
+    settings |= {"target_update_interval": args.target_network_frequency}
+    settings |= {"exploration_fraction": args.exploration_fraction}
+    settings |= {"exploration_initial_eps": args.epsilon_start, "exploration_final_eps": args.epsilon_end}
+    settings |= {"policy_kwargs": {"net_arch": [120, 84]}}
+    return off_policy(args) | settings | ({} if is_jax else {"max_grad_norm": float("inf")})
+
+
+def sac(args, is_jax: bool, _is_image: bool) -> dict:
+    # Without a delay there is one update of the actor for each of the critics, as in the script on average
+    settings = {"learning_rate": args.policy_lr, "train_freq": 1, "gradient_steps": args.gradient_steps or -1}
+    settings |= {"ent_coef": "auto" if args.autotune else args.alpha, "policy_kwargs": {"net_arch": [256, 256]}}
+    return off_policy(args) | settings | ({"qf_learning_rate": args.q_lr} if is_jax else {})
+
+
+def td3(args, _is_jax: bool, _is_image: bool) -> dict:
+    from stable_baselines3.common.noise import NormalActionNoise
+
+    settings = {"learning_rate": args.learning_rate, "train_freq": 1, "gradient_steps": args.gradient_steps or -1}
+    settings |= {"policy_delay": args.policy_frequency, "target_policy_noise": args.policy_noise}
+    settings |= {"target_noise_clip": args.noise_clip, "policy_kwargs": {"net_arch": [256, 256]}}
+    noise = {"action_noise": lambda size: NormalActionNoise(np.zeros(size), np.full(size, args.exploration_noise))}
+    return off_policy(args) | settings | noise
+
+
+# By peer and algorithm, what is not as in the script
+DIFFERENCES = {
+    "sb3": {
+        "sac": "a step of the actor with each step of the critics, where the script takes two after every second one",
+    },
+    "sbx": {
+        "ppo": "no clipping of the value loss, and an optimizer for each network, with a gradient norm of its own",
+        "sac": "a step of the actor with each step of the critics, where the script takes two after every second one",
+    },
+}
+
+
+def differences(script: str, names: list[str]) -> dict[str, str]:
+    """What is not as in a script, by peer, of those among the names."""
+    algorithm = script.split("_")[0]
+    return {name: DIFFERENCES[name][algorithm] for name in names if algorithm in DIFFERENCES.get(name, {})}
+
+
+def equalize_sb3(algorithm: str) -> None:
+    """Give SB3's DQN the squared error of the script instead of Huber's loss."""
+    if algorithm == "dqn":
+        from stable_baselines3.dqn import dqn as library
+        from torch.nn.functional import mse_loss
+
+        library.F = SimpleNamespace(smooth_l1_loss=mse_loss)
+
+
+def equalize_sbx(algorithm: str) -> None:
+    """Give SBX's DQN the script's squared error and its two hidden layers of different sizes."""
+    if algorithm == "dqn":
+        import flax.linen as nn
+        import optax
+        from sbx.dqn import dqn as library
+        from sbx.dqn import policies
+
+        class QNetwork(nn.Module):
+            n_actions: int
+            n_units: int = 0  # of no use: the sizes are those of the script
+            activation_fn: Callable = nn.relu
+
+            @nn.compact
+            def __call__(self, x):
+                x = self.activation_fn(nn.Dense(120)(x))
+                return nn.Dense(self.n_actions)(self.activation_fn(nn.Dense(84)(x)))
+
+        policies.QNetwork = QNetwork
+        loss = {"huber_loss": lambda value, target: (value - target) ** 2}
+        library.optax = SimpleNamespace(**loss, incremental_update=optax.incremental_update)
+
+
+def set_learning_rates(model, args) -> None:
+    """Give SB3's SAC the critics' and the temperature's own learning rate, which stays."""
+    optimizers = [model.critic.optimizer, *([model.ent_coef_optimizer] if model.ent_coef_optimizer else [])]
+    for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
+        group["lr"] = args.q_lr
+    model._update_learning_rate = lambda _optimizers: None
+
+
+SETTINGS = {"ppo": ppo, "dqn": dqn, "sac": sac, "td3": td3}
+
+
+def make_envs(module: ModuleType, args, normalize: bool):
+    """The vector environment: EnvPool's where the script has it for images, else gymnasium's in this process."""
+    import gymnasium as gym
+    from stable_baselines3.common.monitor import Monitor
+    from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+
+    if args.env_id not in gym.registry and ":" not in args.env_id:
+        from benchmarks.throughput.peer_envpool import EnvPoolVecEnv
+
+        seeds = np.random.SeedSequence(args.seed).generate_state(args.num_envs) >> 1
+        if hasattr(args, "async_envs"):  # the libraries wait for all games at once
+            return EnvPoolVecEnv(module.Envs(replace(args, async_envs=False), seeds.tolist()).pools[0])
+        return EnvPoolVecEnv(module.Envs(args, seeds.tolist()).vector)
+    envs = DummyVecEnv([lambda: Monitor(gym.make(args.env_id, disable_env_checker=True))] * args.num_envs)
+    return VecNormalize(envs, gamma=args.gamma) if normalize else envs
+
+
+def make_log(folder: Path, every: int):
+    """A callback that writes `metrics.jsonl` after updates, at most one line for so many steps; SIGINT ends the run."""
+    from stable_baselines3.common.callbacks import BaseCallback
+
+    class Log(BaseCallback):
+        def _on_training_start(self) -> None:
+            self.stopped, self.episodes, self.written = False, [], (0, 0.0)
+            self.file, self.start = (folder / "metrics.jsonl").open("w", buffering=1), time.perf_counter()
+            signal.signal(signal.SIGINT, self.stop)
+
+        def stop(self, *_) -> None:
+            self.stopped = True
+
+        def _on_step(self) -> bool:
+            self.episodes += [info["episode"] for info in self.locals["infos"] if "episode" in info]
+            return not self.stopped
+
+        def _on_rollout_start(self) -> None:
+            if self.num_timesteps - self.written[0] >= every:
+                self.write()
+
+        def _on_training_end(self) -> None:
+            if self.num_timesteps > self.written[0]:
+                self.write()
+
+        def write(self) -> None:
+            step, seconds = self.num_timesteps, time.perf_counter() - self.start
+            speed = (step - self.written[0]) / (seconds - self.written[1])
+            line = {"global_step": step, "seconds": round(seconds, 3), "charts/SPS": speed}
+            if self.model._n_updates:
+                line["losses/updates"] = self.model._n_updates
+            if self.episodes:
+                line["charts/episodic_return"] = float(np.mean([episode["r"] for episode in self.episodes]))
+                line["charts/episodic_length"] = float(np.mean([episode["l"] for episode in self.episodes]))
+                line["charts/episodes"] = len(self.episodes)
+            self.file.write(json.dumps(line) + "\n")
+            self.episodes, self.written = [], (step, seconds)
+
+    return Log()
+
+
+def write_config(folder: Path, peer: str, script: str, args) -> None:
+    config = {"script": f"{script}.py", "peer": peer, "args": asdict(args), "versions": package_versions()}
+    config |= {"device": gpu_model() or "cpu", "cores": len(os.sched_getaffinity(0))}
+    config["commit"] = git("rev-parse", "HEAD") or None
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def train(peer: str, script: str, flags: list[str]) -> Path:
+    """Train by a peer as the script would by these flags; returns the run's folder."""
+    import torch
+
+    module = load_script(SCRIPTS / f"{script}.py")
+    args = tyro.cli(module.Args, args=flags)
+    threads = threads_of(module, args)
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(getattr(args, "matmul_precision", "highest"))
+    if threads == 1:
+        os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false " + os.environ.get("XLA_FLAGS", "")
+    folder = Path(args.run_dir or f"runs/{args.env_id}__{script}-{peer}__{args.seed}__{int(time.time())}")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_config(folder, peer, script, args)
+
+    envs = make_envs(module, args, normalize=script == "ppo_continuous_action")
+    model = make_model(peer, script.split("_")[0], args, envs)
+    # A line for each rollout of PPO, which is when rollouts start; else as often as the script writes one
+    model.learn(args.total_timesteps, callback=make_log(folder, getattr(args, "log_every", 1)))
+    envs.close()
+    return folder
+
+
+def make_model(peer: str, algorithm: str, args, envs):
+    """A peer's model, as like the script's as it can be."""
+    library = importlib.import_module(PEERS[peer])
+    {"sb3": equalize_sb3, "sbx": equalize_sbx}[peer](algorithm)
+    is_image = len(envs.observation_space.shape) == 3
+    settings = SETTINGS[algorithm](args, peer == "sbx", is_image)
+    if "action_noise" in settings:
+        settings["action_noise"] = settings["action_noise"](math.prod(envs.action_space.shape))
+    device = {"device": args.device} if peer == "sb3" else {}
+    model = getattr(library, algorithm.upper())(
+        "CnnPolicy" if is_image else "MlpPolicy", envs, gamma=args.gamma, seed=args.seed, **settings, **device
+    )
+    if peer == "sb3" and algorithm == "sac":
+        set_learning_rates(model, args)
+    return model
+
+
+def main(arguments: list[str]) -> None:
+    if len(arguments) < 2:
+        fail("name a peer and a script")
+    peer, script, *flags = arguments
+    check_known("peer", [peer], list(PEERS))
+    check_known("script", [script], [name for name in pairs() if has_peers(name)])
+    if importlib.util.find_spec(PEERS[peer]) is None:
+        fail(f"{peer} is not installed: pip install -r requirements/requirements-benchmark.txt")
+    print(train(peer, script, flags))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,374 @@
+"""Steady speed of the scripts and of their peers, side by side: ./run.sh throughput.
+
+Each round starts every contestant once, in a fresh process, in one order and in the next round in the other (A B B A).
+A run is ended when its log holds enough seconds after the burn-in. The first round finds an empty compile cache, the
+others a filled one. TensorBoard is off for all.
+
+Measures: environment steps/s after the burn-in, with ratios and their intervals; the time to the first update; memory
+and cores; the environment alone, and where the time of each variant goes.
+Takes: at the defaults about five minutes for each variant or peer of each script; --rounds and --seconds shorten it.
+Leaves: in --out one JSON file for each script and, of all that lie there, throughput.md and throughput.png.
+"""
+
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from tqdm import tqdm
+
+from benchmarks.common import plots, processes, runs, stats, steady
+from benchmarks.common.programs import (
+    PEERS,
+    SCRIPTS,
+    VARIANTS,
+    Variant,
+    check_known,
+    check_positive,
+    command,
+    default_variants,
+    fail,
+    has_peers,
+    often_logged,
+    pairs,
+    same_phase,
+)
+from benchmarks.common.results import (
+    describe,
+    estimate,
+    gpu_model,
+    make_folder,
+    provenance,
+    stoppable,
+    table,
+    write_json,
+)
+from benchmarks.throughput import device_use, peers
+from benchmarks.throughput.ceilings import SECTIONS
+
+# Steps/s that LeanRL's README gives for one H100, number of CPU cores not stated
+PUBLISHED = {
+    "ppo_atari_envpool": {"CleanRL": 1022, "eager": 3728, "compile": 3841, "compile+cudagraphs": 6809},
+    "ppo_continuous_action": {"CleanRL": 652, "eager": 683, "compile": 908, "compile+cudagraphs": 1774},
+    "sac_continuous_action": {"CleanRL": 127, "eager": 130, "compile": 255, "compile+cudagraphs": 725},
+    "td3_continuous_action": {"CleanRL": 272, "eager": 247, "compile": 272, "compile+cudagraphs": 936},
+}
+
+INTRODUCTION = """
+Environment steps per second in steady state: fresh processes in interleaved rounds, measured in windows after all is
+compiled; medians, quartiles over the windows, bootstrap intervals of the ratios. "Of a whole run": the steps/s of a run
+at the default flags, from the start of the process to its end, with a filled compile cache. "First update" is the wall
+time from the start of the process to the first line of the log with a loss, with an empty and with a filled compile
+cache; "pays after" is the number of steps after which the compiled script has overtaken the eager one. Peak memory is
+that of the largest process. "Environment alone" steps it with random actions, which no script that waits for each step
+can pass. Where the time goes is seen by a second thread that looks at the loop, in another run of the same minutes:
+environment; acting, which is what else the loop does to act and to keep what it saw; learning; the rest is log and
+checkpoints. (In results whose JSON has a `summed_ceiling`, acting is the policy's function alone, by a clock, and the
+rest is larger.)
+""".strip()
+
+
+@dataclass
+class Options:
+    scripts: tuple[str, ...] = ()  # pairs to measure, by the names of their eager twins; by default all
+    variants: tuple[Variant, ...] = ()  # by default those of use here
+    peers: tuple[Literal["sb3", "sbx"], ...] = ()  # libraries to measure beside them
+    rounds: int = 5  # times that each is started
+    seconds: float = 40.0  # steady seconds of each run, in windows of 2 s
+    window: float = steady.WINDOW  # seconds of a window
+    whole_steps: int = 0  # environment steps of a whole run, from start to end at the default flags; 0 for none
+    ceilings: bool = True  # also measure the environment alone, and where the time of each variant goes
+    flags: str = ""  # more flags for all of them, as in --flags="--env-id Ant-v4"
+    timeout: float = 900.0  # seconds after which a run is ended, steady or not
+    out: Path = Path("runs/throughput")  # folder of the results; those of the README: benchmarks/results/throughput
+
+
+def follow(child: processes.Child, log: Path, options: Options, learns: bool) -> float | None:
+    """Wait until the log holds enough steady seconds; returns the wall time to the line of the first update.
+
+    Of a program that learns, none is steady before that.
+    """
+    learnt = None
+    while child.poll() is None and time.perf_counter() - child.started < options.timeout:
+        lines, _ = runs.read_lines(log)
+        if learnt is None and steady.first_update(lines) is not None:
+            learnt = time.perf_counter() - child.started
+        left = options.seconds - (steady.steady_seconds(lines) if learnt or not learns else 0)
+        if left <= 0:
+            break
+        # Looking seldom, in order not to take time from what is measured
+        child.wait(0.1 if learnt is None else min(max(left, 0.2), 5.0))
+    return learnt
+
+
+def measure(
+    arguments: list[str], options: Options, last: tuple[str, ...] = (), learns: bool = True, **environment: str
+) -> tuple[dict, runs.Run]:
+    """(result, the run) of a program; a result with `failed` if it ended badly or was never steady.
+
+    The user's flags override those in `arguments`, and are overridden by those in `last`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        run, more = Path(folder, "run"), shlex.split(options.flags)
+        child = processes.start(
+            [*arguments, "--run-dir", str(run), *more, *last], Path(folder, "output"), **environment
+        )
+        try:
+            learnt = follow(child, run / "metrics.jsonl", options, learns)
+        finally:
+            was_running = child.poll() is None
+            code = child.stop()
+        run = runs.read_run(Path(folder, "run"))
+        speeds = steady.windows(run.lines, options.window) if learnt or not learns else np.zeros(0)
+        result = {"speeds": speeds.tolist(), "first_update_seconds": learnt, **child.resources()}
+        if (code != 0 and not was_running) or not len(speeds):
+            tqdm.write(child.last_lines())
+            result["failed"] = f"exit code {code}" if code and not was_running else "no window of steady speed"
+        return result, run
+
+
+def measure_whole(script: str, name: str, options: Options, cache: Path) -> dict:
+    """Wall time of a whole run of a contestant as a user starts it: with its random phase, TensorBoard, checkpoints."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--total-timesteps", str(options.whole_steps), "--run-dir", str(Path(folder, "run"))]
+        arguments = [*command(script, name), *shlex.split(options.flags), *flags]
+        child = processes.start(arguments, Path(folder, "output"), TORCHINDUCTOR_CACHE_DIR=str(cache))
+        try:
+            child.wait(options.timeout)
+        finally:
+            has_ended, code = child.poll() is not None, child.stop()
+        if not has_ended or code:
+            return {"failed": f"exit code {code}" if has_ended else f"no end after {options.timeout:g} s"}
+        steps = runs.read_run(Path(folder, "run")).steps
+        return {"steps": steps, "seconds": child.seconds, "steps_per_second": steps / child.seconds}
+
+
+def summarize(results: list[dict]) -> dict:
+    """What the rounds of one contestant come to; the first round had an empty compile cache."""
+    good = [result for result in results if "failed" not in result]
+    summary = {"rounds": results, "failed": [result["failed"] for result in results if "failed" in result]}
+    if not good:
+        return summary
+    speeds = np.concatenate([result["speeds"] for result in good])
+    low, median, high = np.quantile(speeds, [0.25, 0.5, 0.75]).tolist()
+    summary |= {"steps_per_second": median, "quartiles": [low, high], "windows": len(speeds)}
+    summary |= {key: max(result[key] for result in good) for key in ("peak_memory_mb",)}
+    summary["cores_used"] = float(np.median([result["cores_used"] for result in good]))
+    starts = [result["first_update_seconds"] if "failed" not in result else None for result in results]
+    warm = [start for start in starts[1:] if start is not None]
+    return summary | {"cold_seconds": starts[0], "warm_seconds": float(np.median(warm)) if warm else None}
+
+
+def ratio(contestants: dict[str, dict], of: str, to: str) -> dict:
+    """Ratio of two contestants' median speeds, with its interval."""
+    rounds = [[np.array(x["speeds"]) for x in contestants[name]["rounds"] if "failed" not in x] for name in (of, to)]
+    value, low, high = stats.ratio_of_medians(*rounds)
+    return {"of": of, "to": to, "ratio": value, "interval": [low, high]}
+
+
+def compare(contestants: dict[str, dict]) -> dict:
+    """Ratios of our variants to the peers and to eager, and the steps after which compiling has paid."""
+    measured = [name for name, x in contestants.items() if "steps_per_second" in x]
+    ours, eager = [name for name in measured if name in VARIANTS], contestants.get("eager", {})
+    ratios = [ratio(contestants, of, to) for of in ours for to in measured if to in PEERS]
+    breaks = {}
+    for name in [name for name in ours if name != "eager" and "eager" in ours]:
+        ratios.append(ratio(contestants, name, "eager"))
+        own, starts = contestants[name], ("cold_seconds", "warm_seconds")
+        times = {key: (own[key], eager[key]) for key in starts if own[key] is not None and eager[key] is not None}
+        breaks[name] = {
+            key.removesuffix("_seconds"): steady.break_even(a, own["steps_per_second"], b, eager["steps_per_second"])
+            for key, (a, b) in times.items()
+        }
+    return {"ratios": ratios, "break_even_steps": breaks}
+
+
+def measure_ceilings(script: str, contestants: dict[str, dict], options: Options, bar: tqdm, caches: Path) -> dict:
+    """Speed of the environment alone, and for each variant the time of each part of its loop."""
+    program = [sys.executable, "-m", "benchmarks.throughput.ceilings"]
+    base = ["--no-tensorboard", *same_phase(script), *often_logged(script)]
+    bar.set_postfix_str(f"{script}: environment alone")
+    endless = ("--total-timesteps", str(10**12))
+    result, _ = measure([*program, "env", str(SCRIPTS / f"{script}.py"), *base], options, endless, learns=False)
+    bar.update()
+    if "failed" in result:
+        return {"failed": result["failed"]}
+    ceilings = {"env_only_steps_per_second": float(np.median(result["speeds"])), "variants": {}}
+    for name in [name for name in contestants if name in VARIANTS]:
+        bar.set_postfix_str(f"{script}: parts of {name}")
+        _, path, *flags = command(script, name)
+        cache = {"TORCHINDUCTOR_CACHE_DIR": str(caches / name)}
+        result, run = measure([*program, "sections", path, *flags, *base], options, **cache)
+        bar.update()
+        if "failed" not in result:
+            times = steady.section_times(run.lines, SECTIONS)
+            parts = {"microseconds_per_step": {key: 1e6 * value for key, value in times.items()}}
+            ceilings["variants"][name] = parts
+    return ceilings
+
+
+def measure_device_use(script: str, contestants: dict[str, dict], options: Options, bar: tqdm) -> dict:
+    """On a GPU: how busy each variant keeps it, over time, and with how many kernels and graphs for a step."""
+    bar.set_postfix_str(f"{script}: what the device does")
+    variants, more = tuple(name for name in contestants if name in VARIANTS), shlex.split(options.flags)
+    with tempfile.TemporaryDirectory() as folder:
+        limits = options.window, options.timeout
+        return device_use.measure(script, variants, "cuda", *limits, Path(folder), more)
+
+
+def measure_script(script: str, options: Options, bar: tqdm) -> dict:
+    """All rounds of one script, its variants and peers, and what follows from them."""
+    names = [*(options.variants or default_variants()), *(options.peers if has_peers(script) else ())]
+    results = {name: [] for name in names}
+    flags = ["--no-tensorboard", *same_phase(script), *often_logged(script)]
+    caches = Path(tempfile.mkdtemp())
+    try:
+        for i in range(options.rounds):
+            for name in names if i % 2 == 0 else names[::-1]:
+                bar.set_postfix_str(f"{script}: {name}, round {i + 1}")
+                cache = {"TORCHINDUCTOR_CACHE_DIR": str(caches / name)}
+                arguments = [*command(script, name), "--seed", str(i + 1), *flags]
+                measured, run = measure(arguments, options, **cache)
+                results[name].append(measured)
+                bar.update()
+        contestants = {name: summarize(results[name]) for name in names}
+        for name in names if options.whole_steps else ():
+            bar.set_postfix_str(f"{script}: {name}, a whole run")
+            contestants[name]["whole"] = measure_whole(script, name, options, caches / name)
+            bar.update()
+        result = {"script": script, "env_id": run.env_id, "flags": options.flags, "rounds": options.rounds}
+        result |= {"window_seconds": options.window, "contestants": contestants, **compare(contestants)}
+        result["differences"] = peers.differences(script, names)
+        if options.ceilings:
+            result["ceilings"] = measure_ceilings(script, contestants, options, bar, caches)
+            if gpu_model():
+                result["device_use"] = measure_device_use(script, contestants, options, bar)
+    finally:
+        shutil.rmtree(caches, ignore_errors=True)
+    return result | {"published": PUBLISHED.get(script), "provenance": provenance()}
+
+
+def contestant_cells(result: dict, name: str) -> list[str]:
+    """A row of the table of speeds."""
+    own = result["contestants"][name]
+    if "steps_per_second" not in own:
+        return [plots.label(name), "failed", *["-"] * 8]
+    ratios = {x["to"]: x for x in result["ratios"] if x["of"] == name}
+    to = [estimate(ratios[x]["ratio"], ratios[x]["interval"], ".2f") if x in ratios else "-" for x in ("sb3", "sbx")]
+    to.append(estimate(ratios["eager"]["ratio"], ratios["eager"]["interval"], ".2f") if "eager" in ratios else "-")
+    starts = " / ".join("-" if x is None else f"{x:.1f}" for x in (own["cold_seconds"], own["warm_seconds"]))
+    steps = result["break_even_steps"].get(name, {})
+    even = " / ".join("never" if x is None else f"{x:,.0f}" for x in steps.values()) or "-"
+    whole = own.get("whole", {})
+    speed = f"{whole['steps_per_second']:,.0f} ({whole['steps']:,} steps)" if "steps" in whole else "-"
+    cells = [plots.label(name), estimate(own["steps_per_second"], own["quartiles"], ",.0f"), speed, *to, starts, even]
+    return [*cells, f"{own['peak_memory_mb']:,.0f}", f"{own['cores_used']:.1f}"]
+
+
+def ceiling_cells(result: dict, name: str) -> list[str]:
+    """A row of the table of ceilings."""
+    times = result["ceilings"]["variants"][name]["microseconds_per_step"]
+    alone, own = result["ceilings"]["env_only_steps_per_second"], result["contestants"][name].get("steps_per_second")
+    shown = [f"{1e6 / alone:.1f}", *(f"{times[section]:.1f}" for section in (*SECTIONS, "rest"))]
+    return [name, *shown, f"{own / alone:.0%}" if own else "-"]
+
+
+def section(result: dict) -> list[str]:
+    """What Markdown says on one script."""
+    title = f"## {result['script']} on {result['env_id']}" + f" ({result['flags']})" * bool(result["flags"])
+    header = [
+        "program",
+        "steady steps/s [quartiles]",
+        "of a whole run",
+        "to SB3 [95 %]",
+        "to SBX [95 %]",
+        "to eager [95 %]",
+    ]
+    header += ["first update, cold / warm (s)", "pays after steps, cold / warm", "peak memory (MB)", "cores used"]
+    cells = [contestant_cells(result, name) for name in result["contestants"]]
+    if result["published"]:
+        cells += [
+            [f"LeanRL's {name} on one H100 (published, not measured)" if name != "CleanRL" else
+             "CleanRL on one H100 (published by LeanRL, not measured)", f"{value:,}", *["-"] * 8]
+            for name, value in result["published"].items()
+        ]  # fmt: skip
+    lines = [title, "", *table(header, cells), ""]
+    if result.get("ceilings", {}).get("variants"):
+        header = ["variant", "environment alone (µs/step)", "environment in the loop", "acting", "learning"]
+        header += ["rest of the loop", "speed, of the environment's alone"]
+        lines += [*table(header, [ceiling_cells(result, name) for name in result["ceilings"]["variants"]]), ""]
+    if "device_use" in result:
+        speeds = {(result["script"], name): x.get("steps_per_second") for name, x in result["contestants"].items()}
+        lines += [*device_use.table_of({result["script"]: result["device_use"]}, speeds), ""]
+    lines += [f"{plots.label(peer)} differs: {text}.\n" for peer, text in result["differences"].items()]
+    how = f"{result['rounds']} rounds, windows of {result['window_seconds']:g} s"
+    return [*lines, f"{how}; measured {describe(result['provenance'])}", ""]
+
+
+def draw(results: list[dict], path: Path) -> None:
+    """For each script the speeds of all contestants as bars with quartiles."""
+    with plots.figure(path, rows=-(-len(results) // 2), columns=min(len(results), 2), size=(5.6, 2.6)) as axes:
+        for axis in axes.flat[len(results) :]:
+            axis.set_visible(False)
+        for axis, result in zip(axes.flat, results, strict=False):
+            known = {name: x for name, x in result["contestants"].items() if "steps_per_second" in x}
+            medians = [x["steps_per_second"] for x in known.values()]
+            if known:
+                plots.draw_bars(axis, list(known), medians, [x["quartiles"] for x in known.values()])
+            title = f"{result['script']} on {result['env_id']}" + f" {result['flags']}" * bool(result["flags"])
+            plots.describe_axis(axis, title, "environment steps/s", "")
+
+
+def file_name(script: str, flags: str) -> str:
+    """Of a script's result; one with flags stands beside that without."""
+    return script + re.sub(r"\W+", "_", flags).rstrip("_")
+
+
+def write_summary(out: Path) -> str:
+    """Make `throughput.md` and `throughput.png` of all results in a folder; returns the Markdown."""
+    results = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+    lines = ["# Throughput", "", INTRODUCTION, "", "![steps per second](throughput.png)", ""]
+    uses = {result["script"]: result["device_use"] for result in results if "device_use" in result}
+    if uses:
+        device_use.draw(uses, out / "device_use.png")
+        lines += ["![device busy over time](device_use.png)", ""]
+    text = "\n".join(lines + [line for result in results for line in section(result)])
+    (out / "throughput.md").write_text(text)
+    draw(results, out / "throughput.png")
+    return text
+
+
+def check(options: Options) -> list[str]:
+    """Refuse what can't work; returns the scripts to measure."""
+    check_known("script", options.scripts, pairs())
+    check_positive(options, "rounds", "seconds", "window", "timeout")
+    if options.whole_steps < 0:
+        fail("--whole-steps must be 0 or more")
+    absent = [peer for peer in options.peers if importlib.util.find_spec(PEERS[peer]) is None]
+    if absent:
+        fail(f"{', '.join(absent)} not installed: pip install -r requirements/requirements-benchmark.txt")
+    make_folder(options.out)
+    return list(options.scripts) or pairs()
+
+
+def main(options: Options) -> None:
+    scripts = check(options)
+    variants = len(options.variants or default_variants())
+    total = (options.rounds + (options.whole_steps > 0)) * (variants + len(options.peers))
+    total += options.ceilings * (variants + 1)
+    kept = f"the scripts that were finished before lie in {options.out}"
+    with stoppable(kept), tqdm(total=total * len(scripts), unit="run") as bar:
+        for script in scripts:
+            write_json(options.out / f"{file_name(script, options.flags)}.json", measure_script(script, options, bar))
+            text = write_summary(options.out)
+    print(text)
+    names = ", ".join(f"{file_name(script, options.flags)}.json" for script in scripts)
+    print(f"written to {options.out}: throughput.md, throughput.png, {names}")

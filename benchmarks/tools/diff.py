@@ -1,0 +1,103 @@
+"""What a pair differs in, hunk by hunk, each with its reason: ./run.sh diff PAIR.
+
+PAIR is the name of an eager script, such as ppo. First come the reasons, which are the compiled script's own
+`# compile:` comments, then the hunks; docstrings are left out. Colours only where the output is a terminal.
+
+Measures: nothing.
+Takes: no time.
+Leaves: nothing.
+"""
+
+import ast
+import difflib
+import re
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from benchmarks.common.programs import SCRIPTS, SUFFIX, check_known, pairs
+
+COLOURS = {"+": "32", "-": "31", "#": "1;36", "@": "1"}  # ANSI: added, removed, a reason, a hunk's title
+CONTEXT = 2  # lines around a change
+WIDTH = 100  # of the list of reasons
+
+
+@dataclass
+class Options:
+    pair: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PAIR")]  # name of the eager script, such as ppo
+
+
+@dataclass
+class Hunk:
+    """Changes that lie together: the line of the compiled script at which they begin, and all lines, marked."""
+
+    line: int
+    place: str  # the function, class or part of the script in which they are
+    lines: list[str]
+
+    def reasons(self) -> list[str]:
+        """The comments that say why, each as one line."""
+        text = "\n".join(line[1:].strip() for line in self.lines if line.startswith("+"))
+        found = re.findall(r"# compile: (.+(?:\n# .+)*)", text)
+        return [" ".join(part.removeprefix("# ") for part in comment.splitlines()) for comment in found]
+
+
+def place_of(lines: list[str], index: int) -> str:
+    """The function or class around a line; "imports" before the first one."""
+    for line in lines[index::-1]:
+        if match := re.match(r"(?:def|class) (\w+)", line):
+            return match.group(1)
+    return "imports"
+
+
+def read_code(path: Path) -> list[str]:
+    """The lines of a script, those of its docstring and of what stands above it empty."""
+    lines, docstring = path.read_text().splitlines(), ast.parse(path.read_text()).body[0]
+    return [""] * docstring.end_lineno + lines[docstring.end_lineno :]
+
+
+def hunks(pair: str) -> list[Hunk]:
+    """What to change in the eager script of a pair to get the compiled one."""
+    old, new = (read_code(SCRIPTS / f"{pair}{suffix}.py") for suffix in ("", SUFFIX))
+    found = []
+    for group in difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(CONTEXT):
+        lines = []
+        for tag, old_start, old_end, new_start, new_end in group:
+            if tag == "equal":
+                lines += [f" {line}" for line in new[new_start:new_end]]
+            else:
+                lines += [f"-{line}" for line in old[old_start:old_end]]
+                lines += [f"+{line}" for line in new[new_start:new_end]]
+        first = next(start for tag, *_, start, _ in group if tag != "equal")
+        found.append(Hunk(first + 1, place_of(new, min(first, len(new) - 1)), lines))
+    return found
+
+
+def paint(text: str, mark: str, is_coloured: bool) -> str:
+    return f"\033[{COLOURS[mark]}m{text}\033[0m" if is_coloured and mark in COLOURS else text
+
+
+def render(pair: str, is_coloured: bool) -> str:
+    """The whole text: reasons first, then the hunks."""
+    found = hunks(pair)
+    changed = [line for hunk in found for line in hunk.lines if line[0] != " "]
+    reasons = [reason for hunk in found for reason in hunk.reasons()]
+    lines = [f"{pair}.py and {pair}{SUFFIX}.py differ in {len(changed)} lines, for {len(reasons)} reasons:", ""]
+    for i, reason in enumerate(reasons, 1):
+        wrapped = textwrap.fill(reason, WIDTH, initial_indent=f"{i}. ", subsequent_indent="   ")
+        lines.append(paint(wrapped, "#", is_coloured))
+    for hunk in found:
+        lines += ["", paint(f"── {hunk.place}, line {hunk.line} of {pair}{SUFFIX}.py", "@", is_coloured)]
+        for line in hunk.lines:
+            is_reason = line[0] == "+" and line[1:].lstrip().startswith("# ")
+            lines.append(paint(line, "#" if is_reason else line[0], is_coloured))
+    return "\n".join(lines)
+
+
+def main(options: Options) -> None:
+    check_known("pair", [options.pair], pairs())
+    print(render(options.pair, sys.stdout.isatty()))

@@ -1,0 +1,106 @@
+"""Play the deterministic policy of a run, statistics frozen, in a fresh environment: ./run.sh evaluate RUN_DIR.
+
+Works for the runs of every script: the one named in config.json is loaded, and its `load_policy` rebuilds the policy.
+With --follow it plays each checkpoint of a run that still trains, as it appears, until the run has ended or Ctrl-C.
+
+Measures: mean and standard deviation of the returns of whole episodes.
+Takes: seconds for ten episodes of MuJoCo, minutes for games of Atari; --follow as long as the run, at a low priority.
+Leaves: nothing but the video that --video asks for; --follow leaves evaluation.jsonl, a line for each checkpoint, and
+its curve evaluation.png in the folder of the run.
+"""
+
+import importlib.util
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import numpy as np
+import tyro
+
+from benchmarks.common.programs import fail
+from benchmarks.common.results import stoppable
+from benchmarks.tools import follow, play
+
+DRAWN_BY_PYGAME = {"classic_control", "toy_text", "box2d"}  # kinds of Gymnasium's environments
+
+
+@dataclass
+class Options:
+    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN_DIR")]  # folder of the run
+    episodes: int = 10  # episodes to play
+    video: Annotated[Path | None, tyro.conf.arg(metavar="FILE.mp4")] = None  # film the first episode, too
+    script: Annotated[Path | None, tyro.conf.arg(metavar="FILE.py")] = None  # if it is not that of scripts/
+    seed: int = 0  # another number, other episodes; none is ever one of the training
+    follow: bool = False  # play each new checkpoint while the run trains
+
+
+def film(module: ModuleType, folder: str) -> None:
+    """Let the script make its environment with a camera; the first episode goes to a file in `folder`."""
+    import gymnasium as gym
+
+    def make_env(env_id: str) -> gym.Env:
+        env = gym.make(env_id, render_mode="rgb_array", disable_env_checker=True)
+        return gym.wrappers.RecordVideo(
+            env, f"{folder}/video", episode_trigger=lambda episode: episode == 0, disable_logger=True
+        )
+
+    module.make_env = make_env
+
+
+def check_video(module: ModuleType, env_id: str, path: Path) -> None:
+    """Refuse to film where it can't work, before anything is played."""
+    import gymnasium as gym
+
+    if not hasattr(module, "make_env") or (env_id not in gym.registry and ":" not in env_id):
+        fail(f"--video needs an environment of Gymnasium; {env_id} exists in EnvPool only")
+    kind = str(gym.registry[env_id].entry_point).split(".")[2:3] if env_id in gym.registry else []
+    needed = ["moviepy", *(["pygame"] if set(kind) & DRAWN_BY_PYGAME else [])]
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        fail(f"--video of {env_id} needs {' and '.join(missing)}: {sys.executable} -m pip install {' '.join(missing)}")
+    if not path.parent.is_dir():
+        fail(f"--video: there is no folder {path.parent}")
+    os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
+
+
+def evaluate(options: Options) -> list[float]:
+    """Play, print mean and standard deviation, and write the video if one is wanted."""
+    if options.episodes < 1:
+        fail(f"--episodes must be at least 1, not {options.episodes}")
+    module, args = play.load_run(options.run_dir, options.script)
+    checkpoint = play.load_checkpoint(options.run_dir)
+    if options.video is not None:
+        check_video(module, args.env_id, options.video)
+    args = play.for_playing(module, args, is_filmed=options.video is not None)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.video is not None:
+            film(module, folder)
+        try:
+            returns = play.play(module, args, checkpoint, options.episodes, options.seed)
+        except Exception as error:
+            if options.video is None:
+                raise
+            # no driver for MUJOCO_GL, ...
+            fail(f"can't film {args.env_id}: {type(error).__name__}: {error}")
+        if options.video is not None:
+            options.video.write_bytes(next(Path(folder).rglob("*.mp4")).read_bytes())
+    print(
+        f"{args.env_id}: return {np.mean(returns):.1f} ± {np.std(returns):.1f} (mean ± standard deviation of "
+        f"{len(returns)} episodes, deterministic policy, checkpoint of step {checkpoint['global_step']:,})"
+    )
+    if options.video is not None:
+        print(f"video of the first episode: {options.video}")
+    return returns
+
+
+def main(options: Options) -> None:
+    if not options.follow:
+        evaluate(options)
+        return
+    if options.video is not None or options.episodes < 1:
+        fail("--follow films nothing, and plays one episode or more")
+    with stoppable(f"what was played is in {options.run_dir / 'evaluation.jsonl'}"):
+        follow.follow(options.run_dir, options.script, options.episodes, options.seed)

@@ -1,0 +1,78 @@
+"""Plays each checkpoint of a run that still trains, as it appears: `./run.sh evaluate RUN_DIR --follow`."""
+
+import contextlib
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.common import plots, runs
+from benchmarks.tools import play
+
+LOOK_EVERY = 1.0  # seconds between two looks for a checkpoint
+
+
+def is_running(folder: Path) -> bool:
+    """Whether a process has the log of a run open to write, as its script has from its start to its end."""
+    log = str((folder / "metrics.jsonl").resolve())
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        # Processes of others can't be seen, and any may end while it is looked at
+        with contextlib.suppress(OSError):
+            for number in os.listdir(f"/proc/{process}/fd"):
+                if os.readlink(f"/proc/{process}/fd/{number}") == log:
+                    flags = re.search(r"flags:\s+(\d+)", Path(f"/proc/{process}/fdinfo/{number}").read_text())[1]
+                    if int(flags, 8) & os.O_ACCMODE != os.O_RDONLY:
+                        return True
+    return False
+
+
+def draw(lines: list[dict], title: str, path: Path) -> None:
+    """Mean return over the steps of the checkpoints, and a standard deviation around it."""
+    steps, mean, std = (np.array([x[key] for x in lines]) for key in ("global_step", "mean_return", "std_return"))
+    with plots.figure(path, size=(6.4, 4)) as axes:
+        name = f"deterministic policy, mean ± standard deviation of {lines[-1]['episodes']} episodes"
+        plots.draw_curve(axes[0, 0], steps, mean, "eager", name, (mean - std, mean + std))
+        axes[0, 0].scatter(steps, mean, color=plots.colour("eager"), s=12)
+        plots.describe_axis(axes[0, 0], title, "environment steps", "return")
+        axes[0, 0].legend()
+
+
+def new_checkpoint(folder: Path, seen: list[int]) -> dict | None:
+    """The checkpoint of a run if it was not looked at before; `seen` takes when it was written."""
+    file = folder / "checkpoint.pt"
+    written = file.stat().st_mtime_ns if file.exists() else 0
+    if written in seen:
+        return None
+    seen.append(written)
+    return play.load_checkpoint(folder) if written else None
+
+
+def follow(folder: Path, script: Path | None, episodes: int, seed: int) -> None:
+    """Play each checkpoint that was not played yet; a line in evaluation.jsonl, and the curve anew, for each."""
+    import torch
+
+    os.nice(10)  # the run is to notice as little as possible
+    torch.set_num_threads(1)
+    module, args = play.load_run(folder, script)
+    args, log, seen, has_ended = play.for_playing(module, args), folder / "evaluation.jsonl", [], False
+    lines, title = runs.read_lines(log)[0], f"{Path(module.__file__).stem} on {args.env_id}, seed {args.seed}"
+    while not has_ended:
+        has_ended = not is_running(folder)  # asked first: what it wrote before its end is not missed
+        checkpoint = new_checkpoint(folder, seen)
+        if checkpoint and all(line["global_step"] != checkpoint["global_step"] for line in lines):
+            returns = play.play(module, args, checkpoint, episodes, seed)
+            line = {"global_step": checkpoint["global_step"], "seconds": round(checkpoint["seconds"], 3)}
+            line |= {"mean_return": float(np.mean(returns)), "std_return": float(np.std(returns)), "episodes": episodes}
+            lines.append(line)
+            with log.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            draw(lines, title, folder / "evaluation.png")
+            print(f"step {line['global_step']:,}: {line['mean_return']:.1f} ± {line['std_return']:.1f}", flush=True)
+        elif not has_ended:
+            time.sleep(LOOK_EVERY)
+    if not lines:
+        play.load_checkpoint(folder)  # says that there is none
+    print(f"the run has ended: {log}, {folder / 'evaluation.png'}")

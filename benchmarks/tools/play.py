@@ -1,0 +1,81 @@
+"""Loads the policy of a run and plays it, for `evaluate` and `follow`."""
+
+import json
+import pickle
+import zipfile
+from dataclasses import fields, replace
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from benchmarks.common.programs import SCRIPTS, fail, load_script, make_envs
+
+EVALUATION = 0xE7A1  # enters the seed, so that no environment of the training is seen again
+
+
+def load_run(folder: Path, script: Path | None = None) -> tuple[ModuleType, object]:
+    """(module of the script, the run's arguments); whatever is wrong with the folder ends in a line.
+
+    The script is the one of scripts/ that config.json names, or another one.
+    """
+    if not folder.is_dir():
+        fail(f"there is no folder {folder}")
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        name, saved = config["script"], config["args"]
+    except OSError:
+        fail(f"{folder} is not the folder of a run: it has no config.json")
+    except (ValueError, KeyError, TypeError):
+        fail(f"{folder / 'config.json'} can't be read")
+    path = script or SCRIPTS / Path(name).name
+    if not path.is_file():
+        fail(f"there is no script {path}, whose run this is; name a copy of it with --script PATH")
+    module = load_script(path)
+    if not hasattr(module, "load_policy"):
+        fail(f"{path} has no function load_policy")
+    try:
+        args = module.Args(**{f.name: saved[f.name] for f in fields(module.Args) if f.name in saved})
+    except TypeError as error:
+        fail(f"{path} is not the script of this run: {error}")
+    return module, args
+
+
+def load_checkpoint(folder: Path) -> dict:
+    """The checkpoint of a run, of which only what is used is read: a replay buffer stays on the disk."""
+    import torch
+
+    try:
+        return torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        fail(f"{folder} has no checkpoint.pt: the run ended before it wrote one")
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError) as error:
+        fail(f"{folder / 'checkpoint.pt'} can't be read ({type(error).__name__})")
+
+
+def for_playing(module: ModuleType, args, is_filmed: bool = False):
+    """The settings of a run, with one environment."""
+    backend = "gymnasium"
+    if not is_filmed and hasattr(args, "env_backend"):
+        backend = module.choose_backend(args.env_id, args.env_backend, args.sync_envs or args.num_envs == 1)
+    changes = {"num_envs": 1, "num_workers": 1, "envs_per_worker": 1, "env_backend": backend}
+    return replace(args, **{name: value for name, value in changes.items() if hasattr(args, name)})
+
+
+def play(module: ModuleType, args, checkpoint: dict, episodes: int, seed: int) -> list[float]:
+    """Returns of whole episodes, one environment after the other steps of the policy without noise."""
+    seeds = np.random.SeedSequence([args.seed, EVALUATION, seed]).generate_state(1) >> 1
+    envs = make_envs(module, args, seeds.tolist())
+    try:
+        policy = module.load_policy(checkpoint, envs)
+    except (KeyError, RuntimeError) as error:
+        fail(f"the checkpoint does not fit {Path(module.__file__).name}: {str(error).splitlines()[0].rstrip(':')}")
+    returns, episode_return, obs = [], 0.0, envs.reset()
+    while len(returns) < episodes:
+        obs, reward, terminated, truncated = envs.step(policy(obs))
+        episode_return += float(reward[0])  # the row in which an environment resets itself has reward 0
+        if terminated[0] or truncated[0]:
+            returns.append(episode_return)
+            episode_return = 0.0
+    envs.close()
+    return returns

@@ -1,0 +1,229 @@
+"""Write all tables and figures anew from the results that are committed: ./run.sh readme.
+
+A test holds the Markdown of `benchmarks/results/`, and the text between the two marks of the README, equal to what this
+program makes of the JSON.
+
+Measures: nothing.
+Takes: seconds.
+Leaves: the Markdown and the figures in benchmarks/results/, and README.md.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.acting import inference, rollout
+from benchmarks.common import plots
+from benchmarks.common.programs import ROOT, fail
+from benchmarks.common.results import describe, estimate, machine_of, table
+from benchmarks.learning import report
+from benchmarks.pools import env_pools
+from benchmarks.pools.env_pools import milliseconds, named
+from benchmarks.throughput import throughput
+
+README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- results: made by benchmarks/tools/readme.py -->", "<!-- end of results -->"
+
+
+def load(pattern: str) -> list[dict]:
+    """The JSON files of a pattern below the results, in the order of their names."""
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(pattern))]
+
+
+def sources(results: list[dict]) -> list[str]:
+    """Where results come from, once for each different commit, machine and set of versions."""
+    lines = {describe(result["provenance"] | {"date": result["provenance"]["date"][:10]}) for result in results}
+    return [f"Measured {line}" for line in sorted(lines)]
+
+
+def speed_row(result: dict) -> list[str]:
+    """Cells of one script: steps/s of SB3, SBX, eager, compiled; ratios, time to the first update, share of ceiling."""
+    contestants = result["contestants"]
+    ratios = {(x["of"], x["to"]): estimate(x["ratio"], x["interval"], ".1f") for x in result["ratios"]}
+    known = {name: x["steps_per_second"] for name, x in contestants.items() if "steps_per_second" in x}
+    speeds = [f"{known[name]:,.0f}" if name in known else "-" for name in ("sb3", "sbx", "eager", "compile")]
+    starts = [contestants["compile"].get(f"{cache}_seconds") for cache in ("cold", "warm")]
+    alone = result.get("ceilings", {}).get("env_only_steps_per_second")
+    return [
+        f"`{result['script']}`, {result['env_id']}" + f" `{result['flags']}`" * bool(result["flags"]),
+        *speeds,
+        *(ratios.get(pair, "-") for pair in (("eager", "sb3"), ("compile", "sb3"), ("compile", "eager"))),
+        " / ".join("-" if x is None else f"{x:.0f}" for x in starts),
+        f"{known['compile'] / alone:.0%} of {alone:,.0f}" if alone and "compile" in known else "-",
+    ]
+
+
+def speed_section() -> list[str]:
+    """The tables of speeds, one for each machine."""
+    machines = {}
+    for result in load("throughput/*.json"):
+        machines.setdefault(machine_of(result["provenance"]), []).append(result)
+    lines = []
+    for machine, results in machines.items():
+        header = [f"steady environment steps/s, {machine}", "SB3", "SBX", "eager", "compiled", "eager / SB3 [95 %]"]
+        header += ["compiled / SB3 [95 %]", "compiled / eager [95 %]", "first update, cold / warm (s)"]
+        header += ["compiled, of the environment alone"]
+        lines += [*table(header, [speed_row(result) for result in results]), ""]
+    lines += ["All contestants in interleaved rounds of fresh processes, with the same hyperparameters, networks,"]
+    lines += [
+        "threads and `--matmul-precision`, as far as the peers can be told: what differs stands beside the tables;"
+    ]
+    lines += ["beside `--bf16` the peers stay in float32, as they have no such flag."]
+    lines += ["[Everything that was measured](benchmarks/results/throughput/throughput.md), with peak memory, the time"]
+    lines += ["of each part and LeanRL's published figures. The environment alone takes random actions, and no pause."]
+    return [*lines, *sources([result for results in machines.values() for result in results]), ""]
+
+
+def gpu_section() -> list[str]:
+    """The table of what was measured on a GPU: speeds, and whether the compiled files compute the same."""
+    lines, found = [], [result for results in load("gpu/speed.json") for result in results]
+    same = next(iter(load("gpu/parity.json")), {})
+    names = list(dict.fromkeys(name for result in found for name in result["contestants"]))
+    rows = []
+    for result in found:
+        known = {name: x["steps_per_second"] for name, x in result["contestants"].items() if "steps_per_second" in x}
+        gains = {x["of"]: estimate(x["ratio"], x["interval"], ".1f") for x in result["ratios"]}
+        equal = [x["equal"] for x in same.get(result["script"], {}).values()]
+        rows.append([f"`{result['script']}`, {result['env_id']}"])
+        rows[-1] += [f"{known[name]:,.0f}" if name in known else "-" for name in names]
+        rows[-1] += [gains.get("compile+cudagraphs", "-"), f"{sum(equal)} of {len(equal)}" if equal else "-"]
+    if found:
+        header = [f"steady environment steps/s, {machine_of(found[0]['provenance'])}", *map(plots.label, names)]
+        header += ["compile+cudagraphs / eager [95 %]", "variants that compute what eager does"]
+        lines = [*table(header, rows), "", *sources(found), ""]
+    return lines
+
+
+def inference_section() -> list[str]:
+    """The table of the best ways to act."""
+    if not (results := load("inference/*.json")):
+        return []
+    sizes = sorted({size for result in results for size in result["batch_sizes"]})
+    best = [inference.best_paths(result) for result in results]
+    header = ["fastest way to act, % faster than eager", *(f"batch {size:,}" for size in sizes)]
+    rows = [
+        [f"`{result['network']}`, {result['device']}", *(own.get(size, "-") for size in sizes)]
+        for result, own in zip(results, best, strict=True)
+    ]
+    lines = [*table(header, rows), ""]
+    lines += [
+        "Action, log-probability and value in one call. A way counts only if its outputs equal eager's and follow"
+    ]
+    lines += ["an optimizer step. [All of them](benchmarks/results/inference/inference.md), with latencies, what they"]
+    return [*lines, "take to compile and after how many calls that pays.", *sources(results), ""]
+
+
+def absent(row: dict) -> str:
+    """What a cell says that has no number: it failed, or was not to be measured."""
+    return "failed" if "error" in row else "-"
+
+
+def rollout_section() -> list[str]:
+    """The table of sampling with a compiled policy."""
+    if not (results := load("rollout/rollout.json")):
+        return []
+    (result,) = results
+    actors = list(dict.fromkeys(row["actor"] for row in result["rows"] if row["actor"] != "off"))
+    known = {(x["family"], x["num_envs"], x["backend"], x["actor"]): x for x in result["rows"]}
+    rows = []
+    for *place, actor in known:
+        if actor == "off":
+            others = [known.get((*place, name), {}) for name in actors]
+            gains = [estimate(x["ratio"], x["interval"], ".2f") if "ratio" in x else absent(x) for x in others]
+            speeds = [x["off_steps_per_second"] for x in others if "off_steps_per_second" in x]
+            rows.append([*place, f"{np.median(speeds):,.0f}", *gains])
+    header = ["sampling alone", "environments", "backend", "policy in eager PyTorch, steps/s"]
+    lines = [*table([*header, *(f"{name}, to it [95 %]" for name in actors)], rows), ""]
+    lines += ["[With latencies and compile times](benchmarks/results/rollout/rollout.md)."]
+    return [*lines, *sources([result]), ""]
+
+
+def plural(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
+def learning_rows(summary: dict) -> list[list[str]]:
+    """Cells of each environment and precision of a report: eager and compiled beside CleanRL."""
+    groups = {}
+    for row in summary["rows"]:
+        variant, _, flags = row["variant"].partition(" ")
+        groups.setdefault((row["script"], row["env_id"], flags), {})[variant] = row
+    cells = []
+    for (script, env_id, flags), variants in sorted(groups.items()):
+        known = next((x for x in variants.values() if x["seeds"]), None)
+        if known is None:
+            continue
+        published = known["published"]
+        measured = [variants.get("eager"), variants.get("compile")]
+        scores = [
+            f"{estimate(x['iqm'], x['interval'], ',.0f')}, {plural(len(x['seeds']), 'seed')}, {report.verdict(x)}"
+            if x and x["seeds"]
+            else "-"
+            for x in measured
+        ]
+        theirs = f"{published['mean']:,.0f} ± {published['std']:,.0f}" if published else "-"
+        name = f"`{script}`, {env_id}" + f" `{flags}`" * bool(flags)
+        cells.append([name, f"{known['steps']:,}", *scores, theirs])
+    return cells
+
+
+def learning_section() -> list[str]:
+    """The table of returns."""
+    summaries = load("learning/*/report.json")
+    header = ["return of the last 100 training episodes", "steps", "eager: IQM [95 %]", "compiled: IQM [95 %]"]
+    header += ["CleanRL, mean ± std"]
+    lines = [*table(header, [row for summary in summaries for row in learning_rows(summary)]), ""]
+    lines += ["Above, below: our interval beside CleanRL's mean ± std. Curves, scores of each seed, commits:"]
+    folders = sorted(path.parent.name for path in RESULTS.glob("learning/*/report.json"))
+    links = [f"[{name}](benchmarks/results/learning/{name}/report.md)" for name in folders]
+    commits = {commit[:12] for summary in summaries for row in summary["rows"] for commit in row.get("commits", [])}
+    return [*lines, ", ".join(links) + ".", f"Commits of the runs: {', '.join(sorted(commits))}.", ""]
+
+
+def pool_section() -> list[str]:
+    """The table of pools of slow environments."""
+    (sleeping,), (overhead,) = load("env_pools/sleeping_24.json"), load("env_pools/overhead.json")
+    base, cells = milliseconds(named(sleeping["rows"], "gymnasium AsyncVectorEnv"))[0], []
+    alone = {row["name"]: 1000 * milliseconds(row)[0] / overhead["num_envs"] for row in overhead["rows"]}
+    for row in sleeping["rows"]:
+        if "W x V" not in row["name"] and row["name"] != "ours, M = N/2":
+            median, low, high = milliseconds(row)
+            own = f"{alone[row['name']]:.0f}" if row["name"] in alone else "-"
+            cells.append(
+                [row["name"], estimate(median, [low, high]), f"{1000 * row['model']:.1f}", f"{base / median:.1f}", own]
+            )
+    header = ["24 environments: 3 ms a step, 100 ms more in 1% of them", "ms a step of all [quartiles]", "model"]
+    lines = [*table([*header, "to AsyncVectorEnv", "µs an environment step that takes no time"], cells), ""]
+    lines += [
+        "N environments, of which `--ready-batch` M are waited for; 8 in the last column. [Sizes, layouts, a worker"
+    ]
+    lines += ["killed every 5 s, where the time goes](benchmarks/results/env_pools/env_pools.md)."]
+    return [*lines, *sources([sleeping, overhead]), ""]
+
+
+def render(text: str) -> str:
+    """The README with its results made anew."""
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    sections = [*speed_section(), *gpu_section(), *learning_section(), *inference_section(), *rollout_section()]
+    return "\n".join([before + BEGIN, "", *sections, *pool_section(), END + after])
+
+
+def write_summaries(results: Path) -> None:
+    """Write the Markdown and the figures below a folder of results."""
+    rooms = {"throughput": throughput, "inference": inference, "rollout": rollout, "env_pools": env_pools}
+    for name, room in rooms.items():
+        room.write_summary(results / name)
+    for path in sorted(results.glob("**/report.json")):
+        report.write_summary(path.parent)
+
+
+def main(flags: list[str]) -> None:
+    if {"-h", "--help"} & set(flags):
+        print(__doc__)
+        return
+    if flags:
+        fail("readme takes no flags")
+    write_summaries(RESULTS)
+    README.write_text(render(README.read_text()))

@@ -1,0 +1,120 @@
+"""run.sh and the commands behind it: what gets installed, which paths are meant, what is said of what is missing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmark_helpers import ROOT, benchmark
+
+from benchmarks import __main__ as commands
+
+# In place of .venv's programs: they say what they are called with
+PYTHON = '#!/bin/sh\necho "in $PWD: $@"\necho "path $PYTHONPATH"\n'
+PIP = '#!/bin/sh\necho "pip $@" >> "$(dirname "$0")/pip.log"\n'
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout whose .venv only says what it is asked: a function that calls its run.sh from another folder."""
+    root, elsewhere = tmp_path / "checkout", tmp_path / "else where"
+    programs = root / ".venv" / "bin"
+    for folder in (programs, elsewhere, root / "requirements"):
+        folder.mkdir(parents=True)
+    for name, text in (("python", PYTHON), ("pip", PIP)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    (root / "run.sh").write_bytes((ROOT / "run.sh").read_bytes())
+    for path in (ROOT / "requirements").iterdir():
+        (root / "requirements" / path.name).write_bytes(path.read_bytes())
+
+    def call(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+        command = ["bash", str(root / "run.sh"), *arguments]
+        variables = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "PYTHONPATH")}
+        return subprocess.run(command, cwd=elsewhere, env=variables | environment, capture_output=True, text=True)
+
+    call.pip_log, call.root, call.elsewhere = programs / "pip.log", root, elsewhere
+    return call
+
+
+def test_paths_are_those_of_the_folder_of_the_caller(checkout):
+    done = checkout("evaluate", "runs/x")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"in {checkout.elsewhere}: -P -m benchmarks evaluate runs/x",
+        f"path {checkout.root}:{checkout.elsewhere}",
+    ]
+    assert f"in {checkout.root}: -m pytest -x" in checkout("test", "-x").stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "installed"),
+    [
+        (("diff", "ppo"), "requirements"),
+        (("inference",), "requirements-benchmark"),
+        (("inference", "--paths", "numpy"), "requirements"),
+        (("rollout", "--compile-actor", "off", "ort"), "requirements-benchmark"),
+        (("throughput", "--scripts", "ppo"), "requirements"),
+        (("throughput", "--peers", "sb3"), "requirements-benchmark"),
+        (("test",), "requirements-test"),
+    ],
+)
+def test_a_command_installs_what_its_flags_need_and_once_only(checkout, command, installed):
+    for _ in range(2):
+        assert checkout(*command).returncode == 0
+    (line,) = checkout.pip_log.read_text().splitlines()
+    assert f"-r {checkout.root}/requirements/{installed}.txt -c " in line
+
+
+def test_another_python_runs_the_gpu_stages_without_installing(checkout):
+    other = checkout.root / "other"
+    other.write_text(PYTHON.replace("in ", "other in "))
+    other.chmod(0o755)
+    done = checkout("gpu", "speed", "out", PYTHON=str(other))
+    assert done.stdout.startswith(f"other in {checkout.elsewhere}: -P -m benchmarks gpu speed out")
+    assert not checkout.pip_log.exists()
+
+
+def test_unknown_commands(checkout):
+    done = checkout("fly")
+    assert done.returncode == 2 and done.stderr.endswith("error: no command fly\n")
+    assert checkout("--help").returncode == 0
+
+
+def test_each_command_of_run_sh_is_there():
+    usage = subprocess.run(["bash", ROOT / "run.sh", "--help"], capture_output=True, text=True).stdout
+    assert {line.split()[0] for line in usage.splitlines() if line[:3] == "  " + line[2:3].strip()} - {"COMMAND"} == {
+        *commands.COMMANDS,
+        "test",
+    }
+
+
+def test_what_a_machine_lacks_is_said_before_it_is_imported(tmp_path):
+    """As on a machine with another Python: the path has nothing but this repository."""
+    command = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({str(ROOT)!r}); "]
+    command[-1] += "from benchmarks import __main__ as commands; commands.main(['gpu', 'speed', 'out'])"
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: this Python lacks torch, tensordict, ") and "tyro" in done.stderr
+
+
+@pytest.mark.parametrize("name", [name for name in commands.COMMANDS if name != "demo"])
+def test_help_says_what_it_measures_how_long_it_takes_and_what_it_leaves(name):
+    done = benchmark(name, "--help")
+    text = " ".join(done.stdout.replace("│", " ").split())
+    assert done.returncode == 0 and f"./run.sh {name}" in text
+    for word in ("Measures", "Takes", "Leaves"):
+        assert f"{word}: " in text, word
+
+
+def test_a_pair_is_shown_hunk_by_hunk():
+    done = benchmark("diff", "ppo")
+    assert done.returncode == 0 and "\033[" not in done.stdout
+    text = (Path(ROOT) / "scripts" / "ppo_torchcompile.py").read_text()
+    first = next(line for line in text.splitlines() if "# compile: " in line).split("# compile: ")[1]
+    assert f"1. {first}" in done.stdout.replace("\n   ", " ")
+    added = [line for line in done.stdout.splitlines() if line.startswith("+")]
+    assert "+    compile: bool = True" in "\n".join(added)
+    assert "── train, line " in done.stdout
+    assert benchmark("diff", "sarsa").stderr.startswith("error: no pair sarsa; there are dqn")

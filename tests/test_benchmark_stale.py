@@ -1,0 +1,59 @@
+"""Which results are stale, and why."""
+
+import pytest
+
+from benchmarks.common.results import git
+from benchmarks.tools import stale
+
+SCRIPT = '"""Docstring."""\n\n\ndef f(x):\n    """What it does."""\n    return x + 1  # why\n'
+
+
+@pytest.fixture
+def source():
+    """A fresh source at the commit of today: a function that changes it."""
+    commit = git("rev-parse", "HEAD")
+    if not commit:
+        pytest.skip("there is no git history here")
+    return lambda **changes: stale.Source(
+        **{"name": "x", "commit": commit, "command": "./run.sh x", "is_clean": True, "scripts": []} | changes
+    )
+
+
+def test_only_what_a_script_does_counts():
+    same = '"""Other words."""\n\ndef f( x ):\n    # no reason\n    return x+1\n'
+    assert stale.code(SCRIPT) == stale.code(same) != stale.code(SCRIPT.replace("1", "2"))
+
+
+def test_reasons(source, monkeypatch):
+    assert stale.reasons(source()) == []
+    assert stale.reasons(source(command=None)) == ["it does not name its command"]
+    assert stale.reasons(source(is_clean=False)) == ["it was made with uncommitted changes"]
+    assert stale.reasons(source(commit="0123456789abcdef")) == ["commit 0123456789ab is not in the history"]
+    assert stale.reasons(source(commit=None)) == ["commit none is not in the history"]
+    monkeypatch.setattr(stale, "has_changed", lambda script, _commit: script == "dqn.py")
+    assert stale.reasons(source(scripts=["ppo.py", "dqn.py"])) == ["dqn.py has changed"]
+
+
+def test_a_changed_script_is_seen(source, tmp_path, monkeypatch):
+    commit, name = source().commit, "ppo.py"
+    text = git("show", f"{commit}:scripts/{name}")
+    for content, changed in ((f"# a comment\n{text}", False), (f"{text}\nprint()\n", True)):
+        (tmp_path / name).write_text(content)
+        monkeypatch.setattr(stale, "SCRIPTS", tmp_path)
+        stale.has_changed.cache_clear()
+        assert stale.has_changed(name, commit) is changed
+    stale.has_changed.cache_clear()
+
+
+def test_rows_of_a_report_have_the_commits_of_their_runs():
+    row = {"script": "ppo", "env_id": "CartPole-v1", "variant": "compile --bf16", "commits": ["abc", "def-dirty"]}
+    path = stale.RESULTS / "learning" / "ppo" / "report.json"
+    found = list(stale.sources_of(path, {"pairs": [], "rows": [row], "provenance": {"command": "./run.sh sweep"}}))
+    assert [(x.commit, x.is_clean) for x in found] == [("abc", True), ("def", False)]
+    assert found[0].scripts == ["ppo_torchcompile.py"] and "CartPole-v1" in found[0].name
+
+
+@pytest.mark.xfail(reason="results of before they named their commands are still to be measured again", strict=False)
+def test_no_committed_result_is_stale():
+    found = stale.stale()
+    assert not found, "\n".join(f"{name}: {'; '.join(why)}" for name, why in found.items())
