@@ -203,10 +203,11 @@ def test_nothing_is_learnt_from_a_reset(train, monkeypatch, name):
     for value in (0, 200):
 
         def spoil(self, pool, value=value):
-            frame, reward, terminated, truncated, points, game_over = recv(self, pool)
+            frame, row = recv(self, pool)
+            game_over = row[4] > 0
             frame[game_over, :84] = value
             spoilt.extend(np.flatnonzero(game_over))
-            return frame, reward, terminated, truncated, points, game_over
+            return frame, row
 
         monkeypatch.setattr(load(name).Envs, "recv", spoil)
         runs.append(train(name, num_steps=64, num_envs=4, total_timesteps=1024, update_epochs=1, **UNCOMPILED[name]))
@@ -412,7 +413,7 @@ def test_same_seed_same_run(train, name):
 
 @each_script
 def test_stopped_run_goes_on(train, monkeypatch, tmp_path, name):
-    """By a signal in its second rollout; learning rate, optimizer and steps go on where they were."""
+    """By a signal in its second rollout, which does not count; all goes on from the end of the first."""
     send, count = load(name).Envs.send, []
 
     def stop(self, pool, action):
@@ -426,9 +427,9 @@ def test_stopped_run_goes_on(train, monkeypatch, tmp_path, name):
         train(name, **UNCOMPILED[name])
     assert end.value.code == 128 + signal.SIGTERM
     stopped = helpers.outcome(tmp_path / "run0")
-    assert len(stopped.lines) == 2 and stopped.checkpoint["iteration"] == 2
+    assert len(stopped.lines) == stopped.checkpoint["iteration"] == 1
     resumed = helpers.resume(name, stopped.run_dir)
-    assert resumed.lines[:2] == stopped.lines and len(resumed.lines) == 4
+    assert resumed.lines[:1] == stopped.lines and len(resumed.lines) == 4
     assert helpers.adam_steps(resumed.checkpoint["optimizer"]) == 4 * 2 * 2
     rates = [line["charts/learning_rate"] for line in resumed.lines]
     assert rates == pytest.approx([2.5e-4 * (1 - i / 4) for i in range(4)])
@@ -470,7 +471,7 @@ def test_settings_of_the_games_reach_them():
     [
         ({"env_id": "Breakot-v5"}, "no Atari game Breakot-v5 in EnvPool; close to it: Breakout-v5"),
         ({"env_id": "CartPole-v1"}, "no Atari game CartPole-v1 in EnvPool"),
-        ({"repeat_action_probability": 1.5}, "--repeat-action-probability must be at most 1"),
+        ({"repeat_action_probability": 1.5}, "--repeat-action-probability must be at least 0 and at most 1"),
         ({"num_minibatches": 3}, "32 rows can't be divided into 3 equal minibatches"),
         ({"total_timesteps": 31}, "less than one rollout"),
         ({"num_envs": 0}, "--num-envs must be at least 1"),

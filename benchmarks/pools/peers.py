@@ -166,7 +166,7 @@ class Ours(FirstReady):
         script = load_script(SCRIPT)
         args = script.Args(num_workers=num_envs // envs_per_worker, envs_per_worker=envs_per_worker)
         cloudpickle.register_pickle_by_value(script)  # else its workers would import it, and PyTorch
-        with mock.patch.object(script, "make_env", lambda _env_id: make()):
+        with mock.patch.object(script, "make_env", lambda _env, _settings: make()):
             self.pool = script.Pool(args, list(range(num_envs)))
         cloudpickle.unregister_pickle_by_value(script)
         self.send, self.close = self.pool.send, self.pool.close

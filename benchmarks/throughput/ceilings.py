@@ -99,7 +99,7 @@ class Sampler:
 def train_watched(module: ModuleType, flags: list[str]) -> None:
     """Train as the flags say; each line of the log gets the seconds of the sections."""
     sampler, log = Sampler(module), module.Run.log
-    module.Run.log = lambda run, step, metrics, *rest: log(run, step, metrics | sampler.take(), *rest)
+    module.Run.log = lambda run, metrics: log(run, metrics | sampler.take())
     sampler.thread.start()
     module.train(tyro.cli(module.Args, args=flags))
 
@@ -120,9 +120,9 @@ def rounds(envs, actions: list[np.ndarray]):
     while True:
         done = np.zeros((envs.num_pools, len(actions[0]) // envs.num_pools), dtype=bool)
         for pool, part in enumerate(next(parts)):
-            _, _, terminated, truncated, *_ = envs.recv(pool)
+            _, (_, terminated, truncated, *_) = envs.recv(pool)
             envs.send(pool, part)
-            done[pool] = terminated | truncated
+            done[pool] = (terminated + truncated) > 0
         yield done.reshape(-1)
 
 

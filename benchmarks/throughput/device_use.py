@@ -89,8 +89,9 @@ class Watch:
         self.profiler = profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU])
         self.lines, self.begin = [], None
 
-    def __call__(self, run, step: int, metrics: dict, *rest) -> None:
-        self.log(run, step, metrics, *rest)
+    def __call__(self, run, metrics: dict) -> None:
+        step = run.step
+        self.log(run, metrics)
         self.lines.append(metrics)
         first = steady.first_update(self.lines)
         if first is None or len(self.lines) <= first + steady.FIRST_LINES:

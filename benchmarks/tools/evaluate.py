@@ -42,8 +42,10 @@ def film(module: ModuleType, folder: str) -> None:
     """Let the script make its environment with a camera; the first episode goes to a file in `folder`."""
     import gymnasium as gym
 
-    def make_env(env_id: str) -> gym.Env:
-        env = gym.make(env_id, render_mode="rgb_array", disable_env_checker=True)
+    make_unfilmed = module.make_env
+
+    def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.Env:
+        env = make_unfilmed(env, {**settings, "render_mode": "rgb_array"})
         return gym.wrappers.RecordVideo(
             env, f"{folder}/video", episode_trigger=lambda episode: episode == 0, disable_logger=True
         )
