@@ -645,7 +645,8 @@ def validate(args: Args) -> torch.device:
     for name, value in asdict(args).items():
         least, most = LIMITS.get(name, (int(type(value) is int), math.inf))
         if type(value) in (int, float) and not (least <= value <= most and math.isfinite(value)):
-            fail(f"--{name.replace('_', '-')} must be a finite number from {least} to {most}, not {value}")
+            bound = f" and at most {most}" if most < math.inf else " and finite" * (type(value) is float)
+            fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}")
     try:
         device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         if device.type not in ("cpu", "cuda"):
@@ -655,10 +656,6 @@ def validate(args: Args) -> torch.device:
         fail(f"--device {args.device}: {error}")
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)  # CUDA graphs are recorded on the current device
-    elif getattr(args, "cudagraphs", False):
-        print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
-    if getattr(args, "learning_starts", 0) >= args.total_timesteps:
-        print("note: the run is over before --learning-starts: nothing will be learnt", file=sys.stderr)
     return device
 
 
@@ -732,6 +729,10 @@ class Run:
             self.open_files()
         except (OSError, ImportError) as error:
             fail(f"can't write to the run folder {self.dir}: {error}")
+        if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
+            print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
+        if getattr(self.args, "learning_starts", 0) >= self.args.total_timesteps:
+            print("note: the run is over before --learning-starts: nothing will be learnt", file=sys.stderr)
         self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
         total, initial = self.args.total_timesteps, self.step
         self.bar = tqdm(total=total, initial=initial, unit=" steps", unit_scale=True, disable=None)

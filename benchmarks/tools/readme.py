@@ -1,11 +1,11 @@
 """Write all tables and figures anew from the results that are committed: ./run.sh readme.
 
-A test holds the Markdown of `benchmarks/results/`, and the text between the two marks of the README, equal to what this
+A test holds the Markdown of `benchmarks/results/`, and the text between the two marks of RESULTS.md, equal to what this
 program makes of the JSON.
 
 Measures: nothing.
 Takes: seconds.
-Leaves: the Markdown and the figures in benchmarks/results/, and README.md.
+Leaves: the Markdown and the figures in benchmarks/results/, and RESULTS.md.
 """
 
 import json
@@ -22,7 +22,7 @@ from benchmarks.pools import env_pools
 from benchmarks.pools.env_pools import milliseconds, named
 from benchmarks.throughput import throughput
 
-README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
+TABLES, RESULTS = ROOT / "RESULTS.md", ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- results: made by benchmarks/tools/readme.py -->", "<!-- end of results -->"
 
 
@@ -203,7 +203,7 @@ def pool_section() -> list[str]:
 
 
 def render(text: str) -> str:
-    """The README with its results made anew."""
+    """The text of RESULTS.md with its tables made anew."""
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
     sections = [*speed_section(), *gpu_section(), *learning_section(), *inference_section(), *rollout_section()]
@@ -226,4 +226,4 @@ def main(flags: list[str]) -> None:
     if flags:
         fail("readme takes no flags")
     write_summaries(RESULTS)
-    README.write_text(render(README.read_text()))
+    TABLES.write_text(render(TABLES.read_text()))
