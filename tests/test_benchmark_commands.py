@@ -9,6 +9,7 @@ import pytest
 from benchmark_helpers import ROOT, benchmark
 
 from benchmarks import __main__ as commands
+from benchmarks.tools import diff
 
 # In place of .venv's programs: they say what they are called with
 PYTHON = '#!/bin/sh\necho "in $PWD: $@"\necho "path $PYTHONPATH"\n'
@@ -117,4 +118,5 @@ def test_a_pair_is_shown_hunk_by_hunk():
     added = [line for line in done.stdout.splitlines() if line.startswith("+")]
     assert "+    compile: bool = True" in "\n".join(added)
     assert "── train, line " in done.stdout
+    assert "\033[32m+    compile: bool = True" in diff.render("ppo", is_coloured=True)
     assert benchmark("diff", "sarsa").stderr.startswith("error: no pair sarsa; there are dqn")

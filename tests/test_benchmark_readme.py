@@ -46,3 +46,13 @@ def test_what_a_gpu_gave_is_shown(tmp_path, monkeypatch):
     header, _, row, *_ = readme.gpu_section()
     assert machine_of(source) == "16 cores of Some CPU, Some GPU" and "16 cores of Some CPU, Some GPU" in header
     assert row == "| `ppo`, CartPole-v1 | 100 | 200 | - | 2.0 [1.9, 2.1] | 2 of 3 |"
+
+
+def test_the_compiled_variant_of_a_gpu_has_graphs():
+    contestants = {name: {"steps_per_second": 100.0 * i} for i, name in enumerate(("eager", "compile"), 1)}
+    contestants["compile+cudagraphs"] = {"steps_per_second": 900.0, "cold_seconds": 30.0, "warm_seconds": 9.0}
+    ratios = [{"of": "compile+cudagraphs", "to": "eager", "ratio": 9.0, "interval": [8.9, 9.1]}]
+    result = {"script": "ppo", "env_id": "CartPole-v1", "flags": "", "contestants": contestants, "ratios": ratios}
+    row = readme.speed_row(result)
+    assert row[3:5] == ["100", "900"] and row[7:9] == ["9.0 [8.9, 9.1]", "30 / 9"]
+    assert readme.speed_row(result | {"contestants": {"eager": contestants["eager"]}})[4] == "-"

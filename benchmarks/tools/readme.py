@@ -32,9 +32,15 @@ def load(pattern: str) -> list[dict]:
 
 
 def sources(results: list[dict]) -> list[str]:
-    """Where results come from, once for each different commit, machine and set of versions."""
-    lines = {describe(result["provenance"] | {"date": result["provenance"]["date"][:10]}) for result in results}
+    """Where results come from, once for each different commit, machine and set of versions; the tables say by what."""
+    origins = [result["provenance"] for result in results]
+    lines = {describe(origin | {"date": origin["date"][:10], "command": None}) for origin in origins}
     return [f"Measured {line}" for line in sorted(lines)]
+
+
+def compiled_of(names) -> str:
+    """The compiled variant among these that a table shows: with CUDA graphs, where there are any."""
+    return "compile+cudagraphs" if "compile+cudagraphs" in names else "compile"
 
 
 def speed_row(result: dict) -> list[str]:
@@ -42,15 +48,16 @@ def speed_row(result: dict) -> list[str]:
     contestants = result["contestants"]
     ratios = {(x["of"], x["to"]): estimate(x["ratio"], x["interval"], ".1f") for x in result["ratios"]}
     known = {name: x["steps_per_second"] for name, x in contestants.items() if "steps_per_second" in x}
-    speeds = [f"{known[name]:,.0f}" if name in known else "-" for name in ("sb3", "sbx", "eager", "compile")]
-    starts = [contestants["compile"].get(f"{cache}_seconds") for cache in ("cold", "warm")]
+    compiled = compiled_of(contestants)
+    speeds = [f"{known[name]:,.0f}" if name in known else "-" for name in ("sb3", "sbx", "eager", compiled)]
+    starts = [contestants.get(compiled, {}).get(f"{cache}_seconds") for cache in ("cold", "warm")]
     alone = result.get("ceilings", {}).get("env_only_steps_per_second")
     return [
         f"`{result['script']}`, {result['env_id']}" + f" `{result['flags']}`" * bool(result["flags"]),
         *speeds,
-        *(ratios.get(pair, "-") for pair in (("eager", "sb3"), ("compile", "sb3"), ("compile", "eager"))),
+        *(ratios.get(pair, "-") for pair in (("eager", "sb3"), (compiled, "sb3"), (compiled, "eager"))),
         " / ".join("-" if x is None else f"{x:.0f}" for x in starts),
-        f"{known['compile'] / alone:.0%} of {alone:,.0f}" if alone and "compile" in known else "-",
+        f"{known[compiled] / alone:.0%} of {alone:,.0f}" if alone and compiled in known else "-",
     ]
 
 
@@ -155,7 +162,7 @@ def learning_rows(summary: dict) -> list[list[str]]:
         if known is None:
             continue
         published = known["published"]
-        measured = [variants.get("eager"), variants.get("compile")]
+        measured = [variants.get("eager"), variants.get(compiled_of(variants))]
         scores = [
             f"{estimate(x['iqm'], x['interval'], ',.0f')}, {plural(len(x['seeds']), 'seed')}, {report.verdict(x)}"
             if x and x["seeds"]
