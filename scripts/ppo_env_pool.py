@@ -1027,16 +1027,17 @@ class Run:
             self.writer.close()
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
+        hint = f"to go on: --resume {self.dir}" if self.saved_step else "there is no checkpoint yet"
         if error:
-            sys.exit(f"error: {error}, at step {self.step}; the last checkpoint is from {self.saved_step}: {self.dir}")
-        if self.step == self.first_step > 0:
+            sys.exit(f"error: {error}, at step {self.step}; {hint}")
+        if self.step == self.first_step > 0 and self.stopped_by is None:
             print("this run was finished before; a greater --total-timesteps lets it go on")
         print(
             f"{self.step:,} steps in {self.seconds:.1f} s, mean return of the last {len(self.returns)} episodes "
             f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"
         )
         if self.stopped_by is not None:
-            print(f"stopped by a signal; to go on: --resume {self.dir}", file=sys.stderr)
+            print(f"stopped by a signal; {hint}", file=sys.stderr)
             sys.exit(128 + self.stopped_by)
         return self.dir
 

@@ -533,7 +533,7 @@ class SyncEnvs:
         self.single_action_space = self.envs[0].action_space
 
     def reset(self, seed: list[int]):
-        return np.stack([env.reset(seed=env_seed)[0] for env, env_seed in zip(self.envs, seed, strict=True)]), {}
+        return np.array([env.reset(seed=env_seed)[0] for env, env_seed in zip(self.envs, seed, strict=True)]), {}
 
     def step(self, action: np.ndarray):
         rows, reward, infos = [], np.zeros(len(action)), [{}] * len(action)
@@ -545,7 +545,7 @@ class SyncEnvs:
                 obs, reward[i], terminated[i], truncated[i], infos[i] = env.step(action[i].copy())
             rows.append(obs)
         self.done = terminated | truncated
-        return np.stack(rows), reward, terminated, truncated, infos
+        return np.array(rows), reward, terminated, truncated, infos
 
     def close(self) -> None:
         for env in self.envs:
@@ -648,9 +648,8 @@ class Envs:
             check_finite(obs, reward, terminated)
         except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
             self.stop(self.explain(error))
-        done = terminated | truncated
-        if done.any():
-            self.note_ends(infos, done)
+        if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
+            self.note_ends(infos, terminated | truncated)
         return obs, reward, terminated, truncated
 
     def explain(self, error: Exception) -> str:
@@ -896,16 +895,17 @@ class Run:
             self.writer.close()
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
+        hint = f"to go on: --resume {self.dir}" if self.saved_step else "there is no checkpoint yet"
         if error:
-            sys.exit(f"error: {error}, at step {self.step}; the last checkpoint is from {self.saved_step}: {self.dir}")
-        if self.step == self.first_step > 0:
+            sys.exit(f"error: {error}, at step {self.step}; {hint}")
+        if self.step == self.first_step > 0 and self.stopped_by is None:
             print("this run was finished before; a greater --total-timesteps lets it go on")
         print(
             f"{self.step:,} steps in {self.seconds:.1f} s, mean return of the last {len(self.returns)} episodes "
             f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"
         )
         if self.stopped_by is not None:
-            print(f"stopped by a signal; to go on: --resume {self.dir}", file=sys.stderr)
+            print(f"stopped by a signal; {hint}", file=sys.stderr)
             sys.exit(128 + self.stopped_by)
         return self.dir
 
