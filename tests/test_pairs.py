@@ -167,6 +167,20 @@ def test_compiles_as_it_stands(small_run, name):
     assert len(updates) > 3 and all(math.isfinite(x) for line in updates for x in line.values())
 
 
+def test_compiled_sampling_draws_each_row_as_often_and_anew():
+    """By the random numbers of compiled code, which DQN's compiled script uses: within four standard deviations."""
+    buffer, num_rows, batch = load("dqn").ReplayBuffer(10, 1, 1, torch.device("cpu")), 8, 2000
+    buffer.add(torch.arange(float(num_rows))[:, None].repeat(1, 5))
+    torch.manual_seed(1)
+    torch.compiler.reset()
+    sample = torch.compile(buffer.sample, fullgraph=True)
+    draws = torch.stack([sample(batch)[0].flatten() for _ in range(5)])
+    share = draws.flatten().long().bincount(minlength=num_rows) / draws.numel()
+    p = 1 / num_rows
+    assert len(share) == num_rows and (share - p).abs().max() < 4 * (p * (1 - p) / draws.numel()) ** 0.5
+    assert (torch.corrcoef(draws) - torch.eye(5)).abs().max() < 4 / batch**0.5
+
+
 def test_second_run_in_a_process_computes_by_its_own_settings(train_both):
     """What Dynamo does not check at each call must not be taken over from a run with another discount."""
     train_both("dqn", {}, gamma=0.1)
