@@ -178,17 +178,21 @@ def run_tests(task: Task) -> None:
         raise ModuleNotFoundError("pytest is not installed")
     program = [sys.executable, "-m", "pytest", "-v", "--color=no", "-p", "no:cacheprovider", "--tb=line"]
     child = processes.start([*program, "--continue-on-collection-errors", *task.plan.tests], task.work / "output")
-    while True:
-        child.wait(2)
-        is_over = child.poll() is not None or time.perf_counter() > task.deadline
-        found = read_tests(child.output.read_text(errors="replace"))
-        outcomes = list(found.values())
-        counts = ", ".join(f"{outcomes.count(x)} {x.lower()}" for x in dict.fromkeys(outcomes)) or "none has ended"
-        bad = [f"- {name}: {outcome}" for name, outcome in found.items() if outcome in ("FAILED", "ERROR")]
-        task.report.write("tests", counts, ["## Tests", "", counts, "", *bad, ""], found)
-        if is_over:
-            break
-    child.kill()
+    try:
+        while child.wait(2) is None and time.perf_counter() < task.deadline:
+            report_tests(child, task.report)
+    finally:
+        child.kill()
+    report_tests(child, task.report)
+
+
+def report_tests(child: processes.Child, report: Report) -> None:
+    """What the tests have come to so far."""
+    found = read_tests(child.output.read_text(errors="replace"))
+    outcomes = list(found.values())
+    counts = ", ".join(f"{outcomes.count(x)} {x.lower()}" for x in dict.fromkeys(outcomes)) or "none has ended"
+    bad = [f"- {name}: {outcome}" for name, outcome in found.items() if outcome in ("FAILED", "ERROR")]
+    report.write("tests", counts, ["## Tests", "", counts, "", *bad, ""], found)
 
 
 def speed_lines(results: list[dict]) -> list[str]:
