@@ -93,8 +93,8 @@ case $command in
     # With FLAGS: the tests that they name, in this order, in one process
     [ $# -eq 0 ] || exec .venv/bin/python -m pytest "$@"
     echo "the whole suite takes about eight minutes on two cores; one file of it: ./run.sh test tests/test_pairs.py"
-    .venv/bin/ruff check
-    .venv/bin/ruff format --check
+    .venv/bin/python -m ruff check
+    .venv/bin/python -m ruff format --check
     status=0
     .venv/bin/python -m pytest -q --numprocesses auto --dist worksteal -m "not alone" || status=$?
     .venv/bin/python -m pytest -q -m alone || status=$?
