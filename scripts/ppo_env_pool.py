@@ -111,7 +111,7 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus, c2 in the paper
     vf_coef: float = 0.5  # weight of the value loss, c1 in the paper
     max_grad_norm: float = 0.5  # the gradient is scaled down to this norm
-    target_kl: float | None = None  # no more epochs on a rollout once the policy moved further than this
+    target_kl: float | None = None  # no more epochs on a rollout once their mean approx_kl is more
 
 
 METRICS = (
@@ -201,7 +201,7 @@ def gae(
     """Generalized advantage estimation, equations (11) and (12) of PPO: all (T, N), but value (T + 1, N) -> (T, N).
 
     value[t + 1] after a truncation is that of the episode's true last observation, so it bootstraps like any other;
-    only a termination has no future. Rows that are not valid (resets) get zero, and nothing flows across them.
+    only a termination has no future. Rows that are not valid (resets) get zero, and no sum goes on across such a row.
     """
     delta = (reward + gamma * (1 - terminated) * value[1:] - value[:-1]) * valid
     return discounted_sum(delta, gamma * gae_lambda * (1 - torch.maximum(terminated, truncated)) * valid)
@@ -882,19 +882,26 @@ class Run:
         """A seed for each environment: 31 bits, as EnvPool takes them. No other run has it, nor had this one before."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
+    def restore(self) -> None:
+        """Load state and random numbers from the checkpoint."""
+        try:
+            for name, part in self.state.items():
+                part.load_state_dict(self.checkpoint[name])
+        except (KeyError, RuntimeError) as error:
+            fail(f"can't resume {self.args.resume}: its checkpoint is of another version of this file: {error}")
+        rng = self.checkpoint["rng"]
+        random.setstate(rng["python"])
+        np.random.set_state(tuple(rng["numpy"]))
+        torch.set_rng_state(rng["torch"])
+        if self.device.type == "cuda" and rng["cuda"] is not None:
+            torch.cuda.set_rng_state(rng["cuda"])
+        self.checkpoint = None  # frees a replay buffer
+
     def open(self, envs, **state) -> None:
-        """Load the parts of `state` from the checkpoint, to which they will be saved; open the run's folder."""
+        """Load the parts of `state` from a checkpoint, to which they will be saved; open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close
         if self.checkpoint:
-            for name, part in state.items():
-                part.load_state_dict(self.checkpoint[name])
-            rng = self.checkpoint["rng"]
-            random.setstate(rng["python"])
-            np.random.set_state(tuple(rng["numpy"]))
-            torch.set_rng_state(rng["torch"])
-            if self.device.type == "cuda" and rng["cuda"] is not None:
-                torch.cuda.set_rng_state(rng["cuda"])
-            self.checkpoint = None  # frees a replay buffer
+            self.restore()
         self.keep_rng()
         name = f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}__{int(time.time())}"
         self.dir = Path(self.args.resume or self.args.run_dir or "runs/" + name.replace("/", "_").replace(":", "_"))
@@ -903,8 +910,8 @@ class Run:
             if not self.args.resume and any(self.dir.iterdir()):
                 fail(f"the run folder {self.dir} is not empty; --resume goes on with a run")
             self.open_files()
-        except (OSError, ImportError) as error:
-            fail(f"can't write to the run folder {self.dir}: {error}")
+        except (OSError, ImportError, ValueError) as error:
+            fail(f"can't use the run folder {self.dir}: {error}")
         if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
         if getattr(self.args, "learning_starts", 0) >= self.args.total_timesteps:
@@ -917,9 +924,10 @@ class Run:
     def open_files(self) -> None:
         """Write the configuration or, to resume, cut the log back to the checkpoint; then open the log to append."""
         log, config, lines = self.dir / "metrics.jsonl", self.dir / "config.json", []
+        git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
+        commit = subprocess.getoutput(git) or None
         if not self.args.resume:
             packages = ("torch", "tensordict", "gymnasium", "envpool", "numpy")
-            git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
             values = {
                 "script": Path(__file__).name,
                 "args": asdict(self.args),
@@ -928,10 +936,13 @@ class Run:
                 "cores": num_cores(),
                 "env_backend": getattr(self.envs, "backend", None),
                 "matmul_precision": torch.get_float32_matmul_precision(),
-                "commit": subprocess.getoutput(git) or None,
+                "commit": commit,
                 "id": os.urandom(8).hex(),  # in Weights & Biases
             }
-            config.write_text(json.dumps(values, indent=2) + "\n")
+        else:
+            values = json.loads(config.read_text())
+            values["resumed"] = [*values.get("resumed", []), {"global_step": self.step, "commit": commit}]
+        config.write_text(json.dumps(values, indent=2) + "\n")
         for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line is left out
                 lines += [line + "\n"] if json.loads(line)["global_step"] <= self.step else []
@@ -942,8 +953,7 @@ class Run:
             import wandb
 
             names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.dir.name}
-            run_id = json.loads(config.read_text())["id"]
-            wandb.init(**names, id=run_id, resume="allow", config=asdict(self.args), sync_tensorboard=True)
+            wandb.init(**names, id=values["id"], resume="allow", config=asdict(self.args), sync_tensorboard=True)
         if self.args.tensorboard or self.args.track:
             from torch.utils.tensorboard import SummaryWriter  # takes a second
 

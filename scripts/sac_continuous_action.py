@@ -91,7 +91,7 @@ class Args:
     policy_lr: float = 3e-4  # learning rate of the actor
     q_lr: float = 1e-3  # learning rate of the critics, and of the temperature
     policy_frequency: int = 2  # critic updates from one update of the actor to the next
-    target_network_frequency: int = 1  # updates between two of the target networks
+    target_network_frequency: int = 1  # updates of the critics for each update of the target networks
     gradient_steps: int | None = None  # updates after each step of all environments; by default one for each transition
     alpha: float = 0.2  # temperature, the weight of the entropy, if it is not tuned
     autotune: bool = True  # tune the temperature so that the policy's entropy comes to -A
@@ -228,8 +228,8 @@ def train(args: Args) -> Path:
         alpha, alpha_loss = temperature(), torch.zeros_like(actor_loss)
         if args.autotune:
             with torch.no_grad():
-                entropy_gap = actor.sample(obs)[1] - action_dim
-            alpha_loss = -(alpha * entropy_gap).mean()
+                excess = -actor.sample(obs)[1] + action_dim  # of the entropy, over its target -A
+            alpha_loss = (alpha * excess).mean()
             alpha_optimizer.step(torch.autograd.grad(alpha_loss, alpha_optimizer.weights))
         return actor_loss.detach(), alpha.detach(), alpha_loss.detach()
 
@@ -238,7 +238,7 @@ def train(args: Args) -> Path:
         step_critics()
 
     def update_both() -> Tensor:
-        """The critics' step, then as many of the actor as it has missed, on the same observations -> `METRICS`."""
+        """The critics' step, then `policy_frequency` steps of the actor on the same observations -> `METRICS`."""
         obs, *critic_metrics = step_critics()
         for _ in range(args.policy_frequency):
             actor_metrics = step_actor(obs)
@@ -305,7 +305,9 @@ def free_memory(device: torch.device) -> float:
     with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = 1024 * int(dict(line.split()[:2] for line in lines)["MemAvailable:"])
-        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        cache = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["file"]
+        free = min(free, limit - used + int(cache))  # the kernel drops cached files when memory is short
     return free
 
 
@@ -706,19 +708,26 @@ class Run:
         """A seed for each environment: 31 bits, as EnvPool takes them. No other run has it, nor had this one before."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
+    def restore(self) -> None:
+        """Load state and random numbers from the checkpoint."""
+        try:
+            for name, part in self.state.items():
+                part.load_state_dict(self.checkpoint[name])
+        except (KeyError, RuntimeError) as error:
+            fail(f"can't resume {self.args.resume}: its checkpoint is of another version of this file: {error}")
+        rng = self.checkpoint["rng"]
+        random.setstate(rng["python"])
+        np.random.set_state(tuple(rng["numpy"]))
+        torch.set_rng_state(rng["torch"])
+        if self.device.type == "cuda" and rng["cuda"] is not None:
+            torch.cuda.set_rng_state(rng["cuda"])
+        self.checkpoint = None  # frees a replay buffer
+
     def open(self, envs, **state) -> None:
-        """Load the parts of `state` from the checkpoint, to which they will be saved; open the run's folder."""
+        """Load the parts of `state` from a checkpoint, to which they will be saved; open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close
         if self.checkpoint:
-            for name, part in state.items():
-                part.load_state_dict(self.checkpoint[name])
-            rng = self.checkpoint["rng"]
-            random.setstate(rng["python"])
-            np.random.set_state(tuple(rng["numpy"]))
-            torch.set_rng_state(rng["torch"])
-            if self.device.type == "cuda" and rng["cuda"] is not None:
-                torch.cuda.set_rng_state(rng["cuda"])
-            self.checkpoint = None  # frees a replay buffer
+            self.restore()
         self.keep_rng()
         name = f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}__{int(time.time())}"
         self.dir = Path(self.args.resume or self.args.run_dir or "runs/" + name.replace("/", "_").replace(":", "_"))
@@ -727,8 +736,8 @@ class Run:
             if not self.args.resume and any(self.dir.iterdir()):
                 fail(f"the run folder {self.dir} is not empty; --resume goes on with a run")
             self.open_files()
-        except (OSError, ImportError) as error:
-            fail(f"can't write to the run folder {self.dir}: {error}")
+        except (OSError, ImportError, ValueError) as error:
+            fail(f"can't use the run folder {self.dir}: {error}")
         if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
         if getattr(self.args, "learning_starts", 0) >= self.args.total_timesteps:
@@ -741,9 +750,10 @@ class Run:
     def open_files(self) -> None:
         """Write the configuration or, to resume, cut the log back to the checkpoint; then open the log to append."""
         log, config, lines = self.dir / "metrics.jsonl", self.dir / "config.json", []
+        git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
+        commit = subprocess.getoutput(git) or None
         if not self.args.resume:
             packages = ("torch", "tensordict", "gymnasium", "envpool", "numpy")
-            git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
             values = {
                 "script": Path(__file__).name,
                 "args": asdict(self.args),
@@ -752,10 +762,13 @@ class Run:
                 "cores": num_cores(),
                 "env_backend": getattr(self.envs, "backend", None),
                 "matmul_precision": torch.get_float32_matmul_precision(),
-                "commit": subprocess.getoutput(git) or None,
+                "commit": commit,
                 "id": os.urandom(8).hex(),  # in Weights & Biases
             }
-            config.write_text(json.dumps(values, indent=2) + "\n")
+        else:
+            values = json.loads(config.read_text())
+            values["resumed"] = [*values.get("resumed", []), {"global_step": self.step, "commit": commit}]
+        config.write_text(json.dumps(values, indent=2) + "\n")
         for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line is left out
                 lines += [line + "\n"] if json.loads(line)["global_step"] <= self.step else []
@@ -766,8 +779,7 @@ class Run:
             import wandb
 
             names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.dir.name}
-            run_id = json.loads(config.read_text())["id"]
-            wandb.init(**names, id=run_id, resume="allow", config=asdict(self.args), sync_tensorboard=True)
+            wandb.init(**names, id=values["id"], resume="allow", config=asdict(self.args), sync_tensorboard=True)
         if self.args.tensorboard or self.args.track:
             from torch.utils.tensorboard import SummaryWriter  # takes a second
 

@@ -194,7 +194,7 @@ def train(args: Args) -> Path:
         return actor.noisy(obs, args.exploration_noise)
 
     def step_critics() -> tuple[Tensor, ...]:
-        """One step on the squared Bellman error of both critics -> the batch's observations, five metrics."""
+        """One step on the squared Bellman error of both critics -> the batch's observations, 5 metrics."""
         obs, action, reward, next_obs, terminated = buffer.sample(args.batch_size)
         with torch.no_grad():
             next_action = target_actor.noisy(next_obs, args.policy_noise, args.noise_clip)
@@ -228,7 +228,7 @@ def train(args: Args) -> Path:
     # compile: each becomes one CUDA graph: the first calls only run, the third records, all later ones replay
     if args.cudagraphs and device.type == "cuda":
         act, update_critics, update_both = (CudaGraphModule(f, warmup=3) for f in (act, update_critics, update_both))
-    # compile: both keep the numbers that they have read; to change one later is refused by name, not ignored
+    # compile: compiled code and graphs keep the numbers that they have read; a later change is refused by name
     act, update_critics, update_both = map(refuse_changes, (act, update_critics, update_both))
 
     losses, statistics = None, EpisodeStatistics(args.num_envs)
@@ -284,7 +284,9 @@ def free_memory(device: torch.device) -> float:
     with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = 1024 * int(dict(line.split()[:2] for line in lines)["MemAvailable:"])
-        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        cache = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["file"]
+        free = min(free, limit - used + int(cache))  # the kernel drops cached files when memory is short
     return free
 
 
@@ -403,11 +405,11 @@ class Adam(nn.Module):
 
 
 def compiled(device: torch.device, *functions):
-    """The functions, each compiled into one graph gradients included; SystemExit(2) where nothing can be compiled.
+    """The functions, each compiled into one graph, gradients included; SystemExit(2) where nothing can be compiled.
 
-    A graph that breaks at the gradient takes 3.5 times as long. On a CPU, kernels launched from C++ instead of Python,
-    and random numbers by PyTorch's own kernels, save some twentieths each. So does it to check no more than tensors at
-    each call: `refuse_changes` looks after the rest.
+    A graph that breaks at the gradient takes 3.5 times as long. Three things save some twentieths each: on a CPU, to
+    launch kernels from C++ instead of Python and to draw random numbers by PyTorch's own kernels; and, at each call, to
+    check that tensors are as they were but nothing else, which is left to `refuse_changes`.
     """
     if device.type == "cpu":
         try:
@@ -422,9 +424,10 @@ def compiled(device: torch.device, *functions):
 
 
 def readings(name: str, value, seen: set):
-    """(name, function that reads it) of each number and tensor that a function or an object reaches, by name."""
-    value = value.module if isinstance(value, CudaGraphModule) else value
-    value = getattr(value, "__wrapped__", value)  # what was compiled
+    """(name, function that reads it) of each number and tensor that a function or an object can reach by names."""
+    if not isinstance(value, nn.Module):  # what became a graph, or was compiled
+        value = getattr(value, "module", value)
+        value = getattr(value, "__wrapped__", value)
     if id(value) in seen or type(value).__module__.startswith("tensordict"):
         return
     seen.add(id(value))
@@ -440,27 +443,29 @@ def readings(name: str, value, seen: set):
     elif isinstance(value, nn.Module) or type(value).__module__ == __name__:
         parts = {f"{name}.{key}": partial(vars(value).get, key) for key in vars(value)}
     for key, read in parts.items():
-        if isinstance(read(), bool | int | float | Tensor):
+        if isinstance(read(), bool | int | float | str | None | Tensor):
             yield key, read
         else:
             yield from readings(key, read(), seen)
 
 
 def refuse_changes(function):
-    """The function; SystemExit(2) at a call before which a number that it reads changed, or which tensor it reads.
+    """The function; but before each call it is checked that all numbers and tensors it reads are those of the first.
 
-    Compiled code and CUDA graphs keep the numbers of their first calls: a change would be ignored in silence. Tensors
-    may change in place. It takes some microseconds a call.
+    Compiled code and CUDA graphs keep what they have read at first: a change would be ignored in silence. So it ends
+    the program, with its name and exit code 2. Tensors may change in place. A check takes some microseconds.
     """
     names, reads, first = [], [], []
 
     def checked(*inputs):
         if not first:
-            names[:], reads[:] = zip(*readings("", function, set()), strict=True)
-            first[:] = [read() for read in reads]
+            for name, read in readings("", function, set()):
+                names.append(name), reads.append(read), first.append(read())
         now = [read() for read in reads]
         if any(x is not y for x, y in zip(first, now, strict=True)):
             check_equal(names, first, now)
+        if not all(isinstance(x, Tensor) for x in inputs):
+            fail("a compiled function got an argument that is no tensor: it would keep the first one")
         return function(*inputs)
 
     return checked
@@ -759,19 +764,26 @@ class Run:
         """A seed for each environment: 31 bits, as EnvPool takes them. No other run has it, nor had this one before."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
+    def restore(self) -> None:
+        """Load state and random numbers from the checkpoint."""
+        try:
+            for name, part in self.state.items():
+                part.load_state_dict(self.checkpoint[name])
+        except (KeyError, RuntimeError) as error:
+            fail(f"can't resume {self.args.resume}: its checkpoint is of another version of this file: {error}")
+        rng = self.checkpoint["rng"]
+        random.setstate(rng["python"])
+        np.random.set_state(tuple(rng["numpy"]))
+        torch.set_rng_state(rng["torch"])
+        if self.device.type == "cuda" and rng["cuda"] is not None:
+            torch.cuda.set_rng_state(rng["cuda"])
+        self.checkpoint = None  # frees a replay buffer
+
     def open(self, envs, **state) -> None:
-        """Load the parts of `state` from the checkpoint, to which they will be saved; open the run's folder."""
+        """Load the parts of `state` from a checkpoint, to which they will be saved; open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close
         if self.checkpoint:
-            for name, part in state.items():
-                part.load_state_dict(self.checkpoint[name])
-            rng = self.checkpoint["rng"]
-            random.setstate(rng["python"])
-            np.random.set_state(tuple(rng["numpy"]))
-            torch.set_rng_state(rng["torch"])
-            if self.device.type == "cuda" and rng["cuda"] is not None:
-                torch.cuda.set_rng_state(rng["cuda"])
-            self.checkpoint = None  # frees a replay buffer
+            self.restore()
         self.keep_rng()
         name = f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}__{int(time.time())}"
         self.dir = Path(self.args.resume or self.args.run_dir or "runs/" + name.replace("/", "_").replace(":", "_"))
@@ -780,8 +792,8 @@ class Run:
             if not self.args.resume and any(self.dir.iterdir()):
                 fail(f"the run folder {self.dir} is not empty; --resume goes on with a run")
             self.open_files()
-        except (OSError, ImportError) as error:
-            fail(f"can't write to the run folder {self.dir}: {error}")
+        except (OSError, ImportError, ValueError) as error:
+            fail(f"can't use the run folder {self.dir}: {error}")
         if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
         if getattr(self.args, "learning_starts", 0) >= self.args.total_timesteps:
@@ -794,9 +806,10 @@ class Run:
     def open_files(self) -> None:
         """Write the configuration or, to resume, cut the log back to the checkpoint; then open the log to append."""
         log, config, lines = self.dir / "metrics.jsonl", self.dir / "config.json", []
+        git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
+        commit = subprocess.getoutput(git) or None
         if not self.args.resume:
             packages = ("torch", "tensordict", "gymnasium", "envpool", "numpy")
-            git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
             values = {
                 "script": Path(__file__).name,
                 "args": asdict(self.args),
@@ -805,10 +818,13 @@ class Run:
                 "cores": num_cores(),
                 "env_backend": getattr(self.envs, "backend", None),
                 "matmul_precision": torch.get_float32_matmul_precision(),
-                "commit": subprocess.getoutput(git) or None,
+                "commit": commit,
                 "id": os.urandom(8).hex(),  # in Weights & Biases
             }
-            config.write_text(json.dumps(values, indent=2) + "\n")
+        else:
+            values = json.loads(config.read_text())
+            values["resumed"] = [*values.get("resumed", []), {"global_step": self.step, "commit": commit}]
+        config.write_text(json.dumps(values, indent=2) + "\n")
         for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line is left out
                 lines += [line + "\n"] if json.loads(line)["global_step"] <= self.step else []
@@ -819,8 +835,7 @@ class Run:
             import wandb
 
             names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.dir.name}
-            run_id = json.loads(config.read_text())["id"]
-            wandb.init(**names, id=run_id, resume="allow", config=asdict(self.args), sync_tensorboard=True)
+            wandb.init(**names, id=values["id"], resume="allow", config=asdict(self.args), sync_tensorboard=True)
         if self.args.tensorboard or self.args.track:
             from torch.utils.tensorboard import SummaryWriter  # takes a second
 

@@ -11,28 +11,6 @@ import helpers
 import pytest
 import tiny_envs
 
-# Tests that measure time, of files whose other tests do not
-ALONE = {
-    "test_env_pool.py": {
-        "test_first_ready_are_returned_and_waiting_takes_no_time_of_the_processor",
-        "test_fault_is_noticed_and_costs_one_row",
-        "test_death_at_rest_is_found_by_the_next_action",
-    },
-    "test_benchmark_env_pools.py": {"test_measures_and_reports"},
-    "test_benchmark_gpu.py": {
-        "test_speed_of_a_contestant_that_is_frozen_in_between",
-        "test_a_contestant_that_crashes_or_never_learns_is_a_row",
-    },
-    "test_benchmark_throughput.py": {"test_no_program_that_learns_is_steady_before_its_first_update"},
-}
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.originalname in ALONE.get(item.path.name, ()):
-            item.add_marker(pytest.mark.alone)
-
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:

@@ -217,5 +217,8 @@ def use_graphs(
     monkeypatch.setattr(script, "CudaGraphModule", record)
     monkeypatch.setattr(script, "validate", lambda args: GraphDevice(validate(args)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device=None: (2**40, 2**40))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a CPU that plays a GPU")
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.zeros(1, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda _state: None)
     monkeypatch.setattr(torch, "compile", compile_by_backend)
     return graphs

@@ -44,6 +44,7 @@ def test_the_talk_comes_out_of_the_model():
     assert 4 < waiting / (1000 * pool_models.rollouts(0.003, 0.1, 0.0098, 24, 128)) < 5
 
 
+@pytest.mark.alone
 def test_measures_and_reports(tmp_path, monkeypatch, capsys):
     """Those of six sleeping environments that start quickly."""
     contestants = env_pools.sleeping_contestants

@@ -143,6 +143,7 @@ def contestant(folder: Path, late: float = 0.0, total: int = 10**6, window: floa
     return gpu_speed.Contestant(program, folder / "output", log=log, window=window)
 
 
+@pytest.mark.alone
 def test_speed_of_a_contestant_that_is_frozen_in_between(tmp_path):
     """Asleep it writes no line, and its sleep is in no window."""
     one = contestant(tmp_path)
@@ -225,6 +226,7 @@ def test_a_pair_that_fails_leaves_the_others_alone(tmp_path):
     assert [seconds for _, seconds in seen] == pytest.approx([10, 15, 30], abs=0.5)  # what is left, in equal shares
 
 
+@pytest.mark.alone
 def test_a_contestant_that_crashes_is_a_row(tmp_path):
     one = turns.Contestant([sys.executable, "-c", "raise SystemExit('error: no memory')"], tmp_path / "output")
     crashed = gpu_speed.Contestant(one.command, one.output, log=tmp_path / "none")

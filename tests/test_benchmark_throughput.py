@@ -221,6 +221,7 @@ def test_the_environment_alone_is_stepped_without_a_pause():
     assert seen[0].any() and (seen[0] == seen[1]).all()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("learns", [True, False])
 def test_no_program_that_learns_is_steady_before_its_first_update(tmp_path, learns):
     """It acts at random for a second, at a speed that is of no interest."""

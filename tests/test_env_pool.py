@@ -149,6 +149,7 @@ def cpu_seconds(pid: int | str) -> float:
     )
 
 
+@pytest.mark.alone
 def test_first_ready_are_returned_and_waiting_takes_no_time_of_the_processor(make_pool):
     pool = make_pool("Task-v0", 3)
     spent = [cpu_seconds(worker.process.pid) for worker in pool.workers]
@@ -165,6 +166,7 @@ def test_first_ready_are_returned_and_waiting_takes_no_time_of_the_processor(mak
 # Faults
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
@@ -194,6 +196,7 @@ def test_fault_is_noticed_and_costs_one_row(make_pool, capfd, fault, text):
     assert pool.restarts == 1 and not any(row[4] for row in rows.values())
 
 
+@pytest.mark.alone
 def test_death_at_rest_is_found_by_the_next_action(make_pool, monkeypatch):
     pool, waits = make_pool("Task-v0", 2), []
     listen = pool.listen

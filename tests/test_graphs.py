@@ -220,12 +220,12 @@ def test_replayed_atari_twin_computes_what_the_eager_script_does(tmp_path, train
 # epoch of four minibatches (Atari: to act, the estimate, two minibatches), for SAC and TD3 to act, the critics alone,
 # critics and actor. With the views that PyTorch makes between them, SAC's are 34, 191 and 652 operations
 LAUNCHES = {
-    "ppo_env_pool": [814],
-    "ppo_continuous_action": [782],
-    "ppo": [774],
-    "dqn": [45],
-    "sac_continuous_action": [29, 92, 361],
-    "td3_continuous_action": [16, 75, 123],
+    "ppo_env_pool": [826],
+    "ppo_continuous_action": [794],
+    "ppo": [786],
+    "dqn": [46],
+    "sac_continuous_action": [29, 92, 365],
+    "td3_continuous_action": [16, 76, 125],
 }
 
 
@@ -303,6 +303,7 @@ class NoiseStays(EmulatedGraph):
 def test_what_a_graph_freezes_shows(train, train_with_graphs, monkeypatch, plant):
     name = in_float64("dqn_torchcompile")
     plant(load(name), monkeypatch)
+    monkeypatch.setattr(load(name), "refuse_changes", lambda function: function)  # which would not let it come so far
     run = train(in_float64("dqn"), **STREAM["dqn"])
     assert_agree(train(name, compile=False, **STREAM["dqn"]), run, rel=CLOSE)
     with pytest.raises(AssertionError, match="further apart"):

@@ -168,7 +168,7 @@ def test_signal_ends_the_run_with_a_checkpoint_of_that_moment(train, monkeypatch
         assert 203 <= run.lines[-1]["global_step"] < 203 + between_updates
 
 
-@pytest.mark.parametrize("name", EAGER + COMPILED)
+@each_script
 def test_resumed_run_is_the_uninterrupted_run(train, monkeypatch, tmp_path, name):
     """Environments start afresh in a resumed run. Where that makes no difference, all that is saved is the same.
 
@@ -177,8 +177,6 @@ def test_resumed_run_is_the_uninterrupted_run(train, monkeypatch, tmp_path, name
     """
     prefix = "Discrete" if discrete(name) else ""
     settings, normalizes = {"env_id": f"tiny_envs:{prefix}Same-v0"}, hasattr(load(name), "RunningNorm")
-    if name in COMPILED:
-        settings["compile"] = False
     if normalizes:
         settings["gamma"] = 0.0
         monkeypatch.setattr(load(name).RunningNorm, "__call__", lambda _self, x: x)
@@ -247,7 +245,11 @@ def test_resuming_a_finished_run_changes_nothing(train, name):
     run = train(name)
     before = contents(run.run_dir)
     helpers.resume(name, run.run_dir)
-    assert contents(run.run_dir) == before
+    after = contents(run.run_dir)
+    config, config_before = (json.loads(x.pop("config.json")) for x in (after, before))
+    assert after == before
+    assert config.pop("resumed") == [{"global_step": run.steps()[-1], "commit": config["commit"]}]
+    assert config == config_before
 
 
 def test_ctrl_c_reaches_a_run_with_worker_processes(tmp_path):
@@ -522,8 +524,8 @@ def test_command_of_leanrl_works(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA graphs are on")
-@pytest.mark.parametrize("name", COMPILED)
-def test_cuda_graphs_without_cuda_are_a_note(train, capsys, name):
+def test_cuda_graphs_without_cuda_are_a_note(train, capsys):
+    name = "dqn_torchcompile"
     train(name, compile=False, cudagraphs=True)
     assert capsys.readouterr().err.count("CUDA graphs are off") == 1
     train(name, compile=False, cudagraphs=False)

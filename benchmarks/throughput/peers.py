@@ -24,7 +24,16 @@ from unittest import mock
 import numpy as np
 import tyro
 
-from benchmarks.common.programs import PEERS, SCRIPTS, check_known, fail, has_peers, load_script, pairs
+from benchmarks.common.programs import (
+    PEERS,
+    SCRIPTS,
+    check_known,
+    environment_class,
+    fail,
+    has_peers,
+    load_script,
+    pairs,
+)
 from benchmarks.common.results import git, gpu_model, package_versions
 
 
@@ -35,14 +44,14 @@ class Asked(Exception):
 def threads_of(module: ModuleType, args) -> int:
     """The number of threads that a script sets for PyTorch before anything else: it is let go so far, and no further.
 
-    One that comes to its loop without having asked takes a thread for each core, as PyTorch does.
+    One that comes to its environments without having asked takes a thread for each core, as PyTorch does.
     """
 
     def ask(number: int) -> None:
         raise Asked(number)
 
-    cores = len(os.sched_getaffinity(0))
-    with mock.patch("torch.set_num_threads", ask), mock.patch.object(module, "Run", lambda *_: ask(cores)):
+    cores, envs = len(os.sched_getaffinity(0)), environment_class(module).__name__
+    with mock.patch("torch.set_num_threads", ask), mock.patch.object(module, envs, lambda *_: ask(cores)):
         try:
             module.train(args)
         except Asked as asked:

@@ -1,7 +1,8 @@
 """What a pair differs in, hunk by hunk, each with its reason: ./run.sh diff PAIR.
 
 PAIR is the name of an eager script, such as ppo. First come the reasons, which are the compiled script's own
-`# compile:` comments, then the hunks; docstrings are left out. Colours only where the output is a terminal.
+`# compile:` comments, then the hunks. Docstrings are left out, and what stands below the rule: there the compiled files
+have some functions more, the same text in all of them. Colours only where the output is a terminal.
 
 Measures: nothing.
 Takes: no time.
@@ -9,6 +10,7 @@ Leaves: nothing.
 """
 
 import ast
+import contextlib
 import difflib
 import re
 import sys
@@ -55,8 +57,8 @@ def place_of(lines: list[str], index: int) -> str:
 
 
 def read_code(path: Path) -> list[str]:
-    """The lines of a script, those of its docstring and of what stands above it empty."""
-    lines, docstring = path.read_text().splitlines(), ast.parse(path.read_text()).body[0]
+    """The lines of a script above the rule, those of its docstring and of what stands above it empty."""
+    lines, docstring = path.read_text().partition("\n# ---- ")[0].splitlines(), ast.parse(path.read_text()).body[0]
     return [""] * docstring.end_lineno + lines[docstring.end_lineno :]
 
 
@@ -100,4 +102,5 @@ def render(pair: str, is_coloured: bool) -> str:
 
 def main(options: Options) -> None:
     check_known("pair", [options.pair], pairs())
-    print(render(options.pair, sys.stdout.isatty()))
+    with contextlib.suppress(BrokenPipeError):  # as in `diff ppo | head`
+        print(render(options.pair, sys.stdout.isatty()), flush=True)
