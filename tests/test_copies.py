@@ -69,6 +69,11 @@ def copy(tmp_path):
         del sys.modules[module_name]
 
 
+def quick(name: str) -> dict:
+    """Settings of a run that has its first updates, where many of them take long."""
+    return {} if on_policy(name) else {"total_timesteps": 200}
+
+
 def metrics_of(run_dir: Path) -> list[dict]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k not in ("seconds", "charts/SPS")} for line in lines]
@@ -280,7 +285,7 @@ def test_every_twin_refuses_a_setting_that_changes(copy, train_copy, capsys, nam
         change, setting = in_the_loop("args.clip_coef *= 0.9"), "`args.clip_coef`"
     else:
         loop = "    while run.goes_on():\n"
-        change, setting = (loop, f"{loop}        args.gamma = 0.9 if run.step < 200 else 0.8\n"), "`args.gamma`"
+        change, setting = (loop, f"{loop}        args.gamma = 0.9 if run.step < 150 else 0.8\n"), "`args.gamma`"
     with pytest.raises(SystemExit) as end:
         train_copy(copy(name, change), name, compile=False)
     assert end.value.code == 2 and setting in capsys.readouterr().err
@@ -289,7 +294,7 @@ def test_every_twin_refuses_a_setting_that_changes(copy, train_copy, capsys, nam
 @pytest.mark.parametrize("name", COMPILED)
 def test_unchanged_twin_is_not_refused(name, train):
     """Past the first calls, with all that the loop itself changes."""
-    assert len(train(name, compile=False).lines) > 3
+    assert len(train(name, compile=False, **quick(name)).lines) > 3
 
 
 # Other networks
@@ -505,17 +510,17 @@ def test_env_kwargs_that_cannot_be_used_are_refused(capfd, tmp_path, monkeypatch
 
 
 class Pixels(gym.Env):
-    observation_space, action_space = Box(0, 255, (40, 40, 3), np.uint8), Discrete(3)
+    observation_space, action_space = Box(0, 255, (20, 20, 3), np.uint8), Discrete(3)
 
     def __init__(self, action_space: gym.Space):
         self.action_space = action_space
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed, options=options)
-        return np.zeros((40, 40, 3), np.uint8), {}
+        return np.zeros((20, 20, 3), np.uint8), {}
 
     def step(self, _action):
-        return np.zeros((40, 40, 3), np.uint8), 0.0, False, self.np_random.random() < 0.1, {}
+        return np.zeros((20, 20, 3), np.uint8), 0.0, False, self.np_random.random() < 0.1, {}
 
 
 gym.register("PixelChoice-v0", Pixels, kwargs={"action_space": Discrete(3)})
@@ -542,7 +547,7 @@ def test_games_by_other_names_are_found(capfd, tmp_path, monkeypatch, name, env_
 
 @pytest.mark.parametrize("name", [name for name in EAGER if not on_policy(name)])
 def test_run_that_is_over_before_it_learns_gets_a_hint(train, capfd, name):
-    train(name)
+    train(name, total_timesteps=110)
     assert "--learning-starts" not in capfd.readouterr().err
     train(name, total_timesteps=90)
     assert "nothing will be learnt" in capfd.readouterr().err
