@@ -1,0 +1,656 @@
+"""What review found wrong, each mended: numbers that are not finite, signals, full disks, odd environments, ..."""
+
+import ast
+import errno
+import io
+import math
+import os
+import signal
+import sys
+import time
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import gymnasium as gym
+import helpers
+import numpy as np
+import pytest
+import tiny_envs
+import torch
+from gymnasium.spaces import Box, Dict, Discrete, Sequence, Tuple
+from helpers import COMPILED, EAGER, SCRIPTS, defining, discrete, has_pool, load, on_policy
+from small import SMALL
+
+each_script = pytest.mark.parametrize("name", EAGER)
+OFF_POLICY = [name for name in EAGER if not on_policy(name)]
+CONTINUOUS = [name for name in EAGER if not discrete(name)]
+IN_PROCESS = {"num_envs": 2, "sync_envs": True}
+ATARI = {
+    "env_id": "Breakout-v5", "num_envs": 2, "num_steps": 16, "num_minibatches": 2, "update_epochs": 1,
+    "total_timesteps": 32,
+}  # fmt: skip
+
+
+def quick(name: str) -> dict:
+    """Settings of a run that has its first updates, where many of them take long."""
+    return {} if on_policy(name) else {"total_timesteps": 200}
+
+
+def cases(reason: str, names, still_open) -> list:
+    """The names as parameters; those that are open fail, and are to be taken off the list when they no longer do."""
+    mark = pytest.mark.xfail(strict=True, reason=reason)
+    return [pytest.param(name, marks=mark) if name in still_open else name for name in names]
+
+
+class Odd(tiny_envs.Reach):
+    """A `Reach` in which something is odd; also for discrete actions. The numbers are those of its own steps."""
+
+    def __init__(self, action_space=tiny_envs.PUSH, observation_space=tiny_envs.LINE, **odd):
+        super().__init__(action_space, observation_space)
+        self.odd, self.resets = SimpleNamespace(**{"first": 1.0, "huge_at": 0, "writes": False, "wait": 0.0} | odd), 0
+
+    def start(self):
+        self.resets += 1
+        return super().start() * (self.odd.first if self.resets == 1 else 1)
+
+    def move(self, action):
+        time.sleep(self.odd.wait)
+        push = action.copy() if self.odd.writes else action
+        if self.odd.writes:
+            action[:] = 99
+        obs, reward, terminated, truncated = super().move(push)
+        obs = obs.astype(np.float64)
+        return obs * (1e39 if self.steps == self.odd.huge_at else 1), reward, terminated, truncated
+
+
+def register(name: str, **odd) -> None:
+    for prefix, space in ("", tiny_envs.PUSH), ("Discrete", tiny_envs.CHOICE):
+        gym.register(f"{prefix}{name}-v0", Odd, kwargs={"action_space": space, **odd}, max_episode_steps=15)
+
+
+register("FirstIsNan", first=math.nan)
+register("Huge", huge_at=110)
+register("Writes", writes=True)
+register("Slow", wait=0.02)
+
+
+def env_id(name: str, script: str) -> str:
+    return f"{'Discrete' if discrete(script) else ''}{name}-v0"
+
+
+def all_finite(tree) -> bool:
+    if isinstance(tree, dict):
+        return all(all_finite(x) for x in tree.values())
+    return not isinstance(tree, torch.Tensor) or bool(tree.isfinite().all())
+
+
+def error_of(capfd, name: str, run_dir=None, **settings) -> tuple[int, str]:
+    """The exit code of a training that ends at once, and its one line; there is no traceback."""
+    capfd.readouterr()
+    settings = settings if name not in SMALL else helpers.settings_of(name, settings)
+    script = load(name)
+    with pytest.raises(SystemExit) as end, mock.patch("torch.set_num_threads"):
+        settings = {"device": "cpu", "tensorboard": False, "run_dir": str(run_dir) if run_dir else None} | settings
+        script.train(script.Args(**settings))
+    errors = capfd.readouterr().err + (f"{end.value.code}\n" if isinstance(end.value.code, str) else "")
+    assert "Traceback" not in errors
+    *_, line = errors.splitlines()
+    assert line.startswith("error: ")
+    return 1 if isinstance(end.value.code, str) else end.value.code, line
+
+
+# Numbers that are not finite
+
+
+@pytest.mark.parametrize(("name", "value"), [*((name, math.nan) for name in EAGER), ("ppo", math.inf)])
+def test_what_follows_a_termination_may_be_anything(train, monkeypatch, name, value):
+    """Nobody learns from it, and 0 * NaN is not 0."""
+    script, runs = load(name), []
+    if hasattr(script, "RunningNorm"):
+        monkeypatch.setattr(script.RunningNorm, "__call__", lambda _self, x: x)
+    for last in (0.5, value):
+        monkeypatch.setattr(tiny_envs, "last_observation", last)
+        prefix = "Discrete" if discrete(name) else ""
+        runs.append(train(name, env_id=f"tiny_envs:{prefix}Terminated-v0", **IN_PROCESS, **quick(name)))
+    assert runs[0].metrics() == runs[1].metrics()
+    assert all_finite(runs[1].checkpoint)
+
+
+@each_script
+def test_what_follows_a_truncation_must_be_finite(train, monkeypatch, name):
+    monkeypatch.setattr(tiny_envs, "last_observation", math.nan)
+    prefix = "Discrete" if discrete(name) else ""
+    with pytest.raises(SystemExit) as end:
+        train(name, env_id=f"tiny_envs:{prefix}Truncated-v0", **IN_PROCESS)
+    assert "NaN or infinite, at step" in end.value.code
+
+
+UNSEEN = "`reset` does not check the first observation"
+
+
+@pytest.mark.parametrize("name", cases(UNSEEN, EAGER, ["dqn", "ppo", "sac_continuous_action", "td3_continuous_action"]))
+def test_first_observation_must_be_finite(train, tmp_path, name):
+    with pytest.raises(SystemExit) as end:
+        train(name, env_id=env_id("FirstIsNan", name), **IN_PROCESS)
+    assert "NaN or infinite, at step 0" in end.value.code
+    assert not (tmp_path / "run0" / "checkpoint.pt").exists()
+
+
+@pytest.mark.parametrize(
+    "name", cases("an observation is checked in its own type", EAGER, [name for name in EAGER if not has_pool(name)])
+)
+def test_observation_beyond_float32_is_infinite(train, tmp_path, name):
+    """It is finite as the environment returns it, in float64, and infinite where it is kept."""
+    with pytest.raises(SystemExit) as end:
+        train(name, env_id=env_id("Huge", name), checkpoint_every=50, **quick(name))
+    assert "NaN or infinite, at step" in end.value.code
+    assert all_finite(helpers.outcome(tmp_path / "run0").checkpoint)
+
+
+# Environments
+
+
+@pytest.mark.parametrize("name", [name for name in OFF_POLICY if name in CONTINUOUS])
+def test_replay_holds_the_actions_that_were_chosen(train, name):
+    """Not those that the environment left behind in the array."""
+    run = train(name, env_id="Writes-v0", **quick(name))
+    assert np.array_equal(run.checkpoint["buffer"]["rows"][:, 3:5].numpy(), np.stack(tiny_envs.received))
+
+
+@pytest.mark.parametrize("name", [name for name in CONTINUOUS if on_policy(name)])
+def test_rollout_holds_the_actions_that_were_chosen(train, name):
+    """Of two environments that differ in nothing but this, a training learns the same."""
+    runs = [train(name, env_id=env_id, **IN_PROCESS) for env_id in ("Writes-v0", "tiny_envs:Reach-v0")]
+    assert runs[0].metrics() == runs[1].metrics()
+
+
+def test_environment_gets_a_copy_of_its_action():
+    script = load("sac_continuous_action")
+    envs = script.Envs(script.Args(env_id="Writes-v0", num_envs=1), [1])
+    envs.reset()
+    action = np.full((1, 2), 0.25, dtype=np.float32)
+    envs.step(action)
+    assert (action == 0.25).all()
+
+
+SPACES = {
+    "Flat": Box(np.float32([-1, 0.5]), np.float32([1, 0.5])),
+    "Whole": Box(-3, 3, (2,), dtype=np.int64),
+    "Open": Box(-np.inf, np.inf, (2,)),
+}
+for space_name, space in SPACES.items():
+    gym.register(f"{space_name}-v0", Odd, kwargs={"action_space": space})
+
+
+@pytest.mark.parametrize(
+    ("name", "space"),
+    [(name, space) for name in CONTINUOUS for space in SPACES if space == "Whole" or not on_policy(name)],
+)
+def test_actions_that_cannot_work_are_refused(capfd, tmp_path, name, space):
+    code, error = error_of(capfd, name, tmp_path / "refused", env_id=f"{space}-v0")
+    assert code == 2 and "Box(" in error and not (tmp_path / "refused").exists()
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+@pytest.mark.parametrize("name", [name for name in OFF_POLICY if name in CONTINUOUS])
+def test_no_gradient_step_for_resets_alone(train, name, num_envs):
+    """Both environments end at the same steps, so one step in five brings nothing but resets."""
+    settings = {"env_id": "tiny_envs:Terminated-v0", "num_envs": num_envs, "sync_envs": True}
+    run = train(name, gradient_steps=3, total_timesteps=160, **settings)
+    assert run.checkpoint["num_updates"] == 3 * (160 - 100) // num_envs
+
+
+class Nested(gym.Env):
+    """What a grid world observes: numbers and choices, nested."""
+
+    seen = Tuple((Discrete(2), Box(-1, 1, (2,))))
+    agent = Dict({"at": Discrete(4, start=1), "seen": seen})
+    observation_space = Dict({"grid": Box(0, 5, (2, 2), np.uint8), "agent": agent})
+
+    def __init__(self, action_space: gym.Space):
+        self.action_space, self.observed = action_space, []
+
+    def observe(self):
+        seen = int(self.np_random.integers(2)), self.np_random.uniform(-1, 1, 2).astype(np.float32)
+        at = int(self.np_random.integers(1, 5))
+        grid = self.np_random.integers(6, size=(2, 2)).astype(np.uint8)
+        return {"agent": {"at": at, "seen": seen}, "grid": grid}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed, options=options)
+        return self.observe(), {}
+
+    def step(self, _action):
+        return self.observe(), 1.0, self.np_random.random() < 0.1, False, {}
+
+
+class Growing(Nested):
+    """No vector has room for what this one observes."""
+
+    observation_space = Sequence(Discrete(3))
+
+    def observe(self):
+        return tuple(self.np_random.integers(3, size=2).tolist())
+
+
+for prefix, space in ("", tiny_envs.PUSH), ("Discrete", tiny_envs.CHOICE):
+    gym.register(f"{prefix}Nested-v0", Nested, kwargs={"action_space": space})
+    gym.register(f"{prefix}Growing-v0", Growing, kwargs={"action_space": space})
+
+
+def observed(plain: gym.Env, seed: int, steps: int, action) -> np.ndarray:
+    rows = [plain.reset(seed=seed)[0]]
+    while len(rows) <= steps:
+        obs, _, terminated, truncated, _ = plain.step(action)
+        rows.append(obs)
+        if terminated or truncated:
+            rows.append(plain.reset()[0])
+    flat = [gym.spaces.flatten(plain.observation_space, row) for row in rows[: steps + 1]]
+    return np.array(flat, dtype=np.float32)
+
+
+@pytest.mark.parametrize("id_and_action", [("FrozenLake-v1", 2), ("Taxi-v4", 1), ("DiscreteNested-v0", 5)])
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_observations_are_flattened_as_gymnasium_does(id_and_action, num_envs):
+    env, action = id_and_action
+    if env not in gym.registry:
+        pytest.skip(f"this Gymnasium has no {env}")
+    script, seeds = load("ppo"), [3, 4][:num_envs]
+    envs = script.Envs(script.Args(env_id=env, env_backend="gymnasium", num_envs=num_envs, sync_envs=True), seeds)
+    rows = [envs.reset()] + [envs.step(np.full(num_envs, action))[0] for _ in range(40)]
+    for i, seed in enumerate(seeds):
+        np.testing.assert_array_equal(np.stack(rows)[:, i], observed(gym.make(env), seed, 40, action))
+
+
+def test_discrete_observations_of_envpool_are_flattened():
+    import envpool
+
+    script, settings = load("ppo"), {"env_id": "FrozenLake-v1", "num_envs": 2}
+    envs = script.Envs(script.Args(env_backend="envpool", **settings), [1, 2])
+    raw = envpool.make_gymnasium("FrozenLake-v1", num_envs=2, seed=[1, 2])
+    assert envs.obs_dim == 16
+    np.testing.assert_array_equal(envs.reset(), np.eye(16)[raw.reset()[0].reshape(-1)])
+    for _ in range(20):
+        action = np.array([2, 1])
+        np.testing.assert_array_equal(envs.step(action)[0], np.eye(16)[raw.step(action)[0].reshape(-1)])
+
+
+@each_script
+def test_trains_on_nested_and_discrete_observations(train, name):
+    train(name, env_id=env_id("Nested", name), total_timesteps=128)
+    if discrete(name):
+        train(name, env_id="FrozenLake-v1", total_timesteps=128)
+
+
+@pytest.mark.parametrize("name", cases("`Pool.admit` ends in a traceback", EAGER, ["ppo_env_pool"]))
+def test_observations_that_no_vector_holds_are_refused_by_name(capfd, tmp_path, name):
+    code, error = error_of(capfd, name, tmp_path / "refused", env_id=env_id("Growing", name))
+    assert code == 2 and "Sequence(" in error
+
+
+def needs_an_argument(**_settings):
+    raise KeyError("no_such_key")
+
+
+gym.register("Broken-v0", needs_an_argument)
+
+
+@each_script
+def test_constructor_that_breaks_is_one_line(capfd, tmp_path, name):
+    code, error = error_of(capfd, name, tmp_path / "refused", env_id="Broken-v0")
+    assert code == 2 and "KeyError: 'no_such_key'" in error and not (tmp_path / "refused").exists()
+
+
+class Mortal(tiny_envs.Reach):
+    """The process in which it is reset dies."""
+
+    def start(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+gym.register("Mortal-v0", Mortal, kwargs={"action_space": tiny_envs.PUSH})
+
+
+def test_worker_that_dies_in_its_reset_is_one_line(capfd, tmp_path):
+    settings = {"env_id": "Mortal-v0", "num_envs": 2, "env_backend": "gymnasium"}
+    code, error = error_of(capfd, "ppo_continuous_action", tmp_path / "run", **settings)
+    assert code in (1, 2) and "environment worker" in error and "(exit code -9)" in error
+
+
+def test_worker_of_the_pool_that_dies_in_its_reset_is_one_line(capfd, tmp_path):
+    code, error = error_of(capfd, "ppo_env_pool", tmp_path / "run", env_id="Mortal-v0", num_workers=2)
+    assert code == 2 and "killed by SIGKILL" in error and not (tmp_path / "run").exists()
+
+
+@each_script
+def test_environment_that_breaks_leaves_a_checkpoint(train, monkeypatch, tmp_path, name):
+    """As of the last update: what was learnt is consistent."""
+    monkeypatch.setattr(tiny_envs, "EVENT", "raise@153")
+    with pytest.raises(SystemExit) as end:
+        train(name, checkpoint_every=10**6, **({"max_restarts": 0} if has_pool(name) else {}))
+    assert "this environment broke" in end.value.code
+    run = helpers.outcome(tmp_path / "run0")
+    assert 152 - (64 if on_policy(name) else 5) <= run.checkpoint["global_step"] == run.steps()[-1] <= 152
+
+
+# Replay
+
+
+def new_buffer(capacity: int, width: int = 100):
+    device = torch.device("cpu")
+    return defining("ReplayBuffer").ReplayBuffer(capacity, obs_dim=width, action_dim=2, device=device)
+
+
+def test_replay_is_saved_without_a_copy_and_without_empty_rows():
+    buffer = new_buffer(20_000)
+    buffer.add(torch.randn(1000, 204))
+    state = buffer.state_dict()
+    assert state["rows"].data_ptr() == buffer.rows.data_ptr()
+    file = io.BytesIO()
+    torch.save(state, file)
+    assert file.tell() < 1.1 * 4 * 1000 * 204
+    file.seek(0)
+    other = new_buffer(20_000)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(other.rows, buffer.rows) and other.size == 1000 and other.position == 1000
+
+
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_loaded_replay_is_not_kept_beside_the_buffer(train, monkeypatch, name):
+    """It is mapped from the file, and gone when training begins."""
+    run, script, seen = train(name, total_timesteps=150), load(name), []
+    load_file, reset = torch.load, script.Envs.reset
+
+    def load_and_watch(*args, **settings):
+        assert settings["mmap"]
+        checkpoint = load_file(*args, **settings)
+        seen.append(weakref.ref(checkpoint["buffer"]["rows"]))
+        return checkpoint
+
+    monkeypatch.setattr(torch, "load", load_and_watch)
+    monkeypatch.setattr(script.Envs, "reset", lambda envs: (seen.append(seen[0]() is None), reset(envs))[1])
+    script.train(script.Args(resume=str(run.run_dir), device="cpu", total_timesteps=200))
+    assert seen[1:] == [True]
+
+
+def free_memory_by(monkeypatch, files: dict[str, str]) -> float:
+    def read_text(path, *_):
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    script = defining("free_memory")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", read_text)
+        return script.free_memory(torch.device("cpu"))
+
+
+MEMINFO, GROUP = {"/proc/meminfo": "MemTotal:  9000 kB\nMemAvailable:  8000 kB\n"}, "/sys/fs/cgroup/memory"
+
+
+def test_free_memory_is_within_the_containers_limit(monkeypatch):
+    free = 8000 * 1024
+    assert free_memory_by(monkeypatch, MEMINFO) == free
+    assert free_memory_by(monkeypatch, MEMINFO | {f"{GROUP}.max": "max\n", f"{GROUP}.current": "5000\n"}) == free
+    limit = {f"{GROUP}.max": "900000\n", f"{GROUP}.current": "500000\n"}
+    assert free_memory_by(monkeypatch, MEMINFO | limit) == 400_000
+    assert free_memory_by(monkeypatch, MEMINFO | limit | {f"{GROUP}.max": f"{10**9}\n"}) == free
+    assert free_memory_by(monkeypatch, {}) == math.inf
+
+
+@pytest.mark.xfail(strict=True, reason="files in the page cache count as taken, though the kernel drops them")
+def test_free_memory_of_a_container_counts_what_the_kernel_can_drop(monkeypatch):
+    limit = {f"{GROUP}.max": "900000\n", f"{GROUP}.current": "800000\n"}
+    stat = {f"{GROUP}.stat": "anon 100000\nfile 700000\ninactive_file 600000\nactive_file 100000\n"}
+    assert free_memory_by(monkeypatch, MEMINFO | limit | stat) >= 700_000
+
+
+# Files
+
+
+@each_script
+def test_full_disk_leaves_the_checkpoint_before(train, monkeypatch, tmp_path, name):
+    save, calls = torch.save, []
+
+    def save_once(state, file):
+        calls.append(state["global_step"])
+        if len(calls) == 1:
+            save(state, file)
+        else:
+            file.write(b"half of it")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", save_once)
+    with pytest.raises(SystemExit) as end:
+        train(name, checkpoint_every=100)
+    assert end.value.code.startswith("error: can't write a checkpoint: ") and "\n" not in end.value.code
+    assert "No space left" in end.value.code and f"step {calls[0]}" in end.value.code
+    run = helpers.outcome(tmp_path / "run0")
+    assert run.checkpoint["global_step"] == calls[0] < calls[1] == run.steps()[-1]
+    assert sorted(path.name for path in run.run_dir.iterdir()) == ["checkpoint.pt", "config.json", "metrics.jsonl"]
+
+
+def test_checkpoint_is_on_the_disk_before_it_takes_its_name(train, monkeypatch):
+    calls, replace, fsync = [], Path.replace, os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (calls.append("sync"), fsync(file)))
+    monkeypatch.setattr(Path, "replace", lambda old, new: (calls.append(Path(new).name), replace(old, new))[1])
+    train("dqn", checkpoint_every=400)
+    assert calls[-2:] == ["sync", "checkpoint.pt"]
+
+
+def remove_log(log: Path) -> None:
+    log.unlink()
+
+
+def garble_log(log: Path) -> None:
+    """As a file system leaves it after a power loss: zeros, then no JSON, then JSON of another kind."""
+    lines = log.read_bytes().splitlines(keepends=True)
+    lines[1:2] = [b"\0" * 300 + b"\n", b"\xff\xfe{\n", b"[1]\n", b"7\n", b'{"seconds": 1}\n', b'{"global_step": "x"}\n']
+    log.write_bytes(b"".join(lines) + b"\0" * 100)
+
+
+@pytest.mark.parametrize("damage", [remove_log, garble_log])
+@each_script
+def test_damaged_log_does_not_keep_a_checkpoint_from_resuming(train, name, damage):
+    run = train(name, **quick(name))
+    damage(run.run_dir / "metrics.jsonl")
+    script, total = load(name), 150 + run.checkpoint["args"]["total_timesteps"]
+    with mock.patch("torch.set_num_threads"):
+        script.train(script.Args(resume=str(run.run_dir), device="cpu", total_timesteps=total))
+    lines = helpers.outcome(run.run_dir).lines
+    kept = [line for line in lines if line["global_step"] <= run.steps()[-1]]
+    assert kept == ([] if damage is remove_log else [run.lines[0], *run.lines[2:]])
+    assert len(lines) > len(kept) + 1
+
+
+class FakeWandb:
+    def __init__(self):
+        self.calls = []
+
+    def init(self, **settings):
+        self.calls.append(settings)
+
+
+def test_runs_of_one_name_are_two_in_weights_and_biases(monkeypatch, tmp_path):
+    """Their ids differ, and a resumed run keeps its own."""
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for folder in ("a", "b"):
+        helpers.train("ppo", tmp_path / folder / "seed1", track=True, total_timesteps=64)
+    resumed = {"resume": str(tmp_path / "a/seed1"), "total_timesteps": 128, "device": "cpu"}
+    helpers.call("ppo", **resumed)
+    first, second, again = wandb.calls
+    assert first["id"] != second["id"] and first["name"] == second["name"] == "seed1"
+    assert again["id"] == first["id"] and again["resume"] == "allow"
+
+
+# Signals
+
+
+def processes_of(group: int) -> list[int]:
+    """The processes of a process group that run; no zombies."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, number = stat.read_text().rpartition(")")[2].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        found += [int(stat.parent.name)] if int(number) == group and state != "Z" else []
+    return found
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_env_pool"])
+def test_sigterm_to_the_process_group_ends_the_run_whole(tmp_path, name):
+    """As systemd, Slurm and Kubernetes send it: to the worker processes, too, which leave it to the training."""
+    workers = {"start_method": "spawn", "ready_batch": 1} if has_pool(name) else {"env_backend": "gymnasium"}
+    settings = {"num_envs": 2, "total_timesteps": 10**7, "env_id": "tiny_envs:Choose-v0", "run_dir": "run"}
+    process = helpers.start(name, *helpers.flags(name, **settings, **workers), cwd=tmp_path)
+    log, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 60
+    while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(processes_of(process.pid)) >= 3
+    os.killpg(process.pid, signal.SIGTERM)
+    output, errors = process.communicate(timeout=30)
+    assert process.returncode == 143, errors
+    assert "Traceback" not in errors and "--resume run" in errors and "steps in" in output
+    run = helpers.outcome(tmp_path / "run")
+    assert run.checkpoint["global_step"] == run.steps()[-1] > 0
+    deadline = time.monotonic() + 5
+    while processes_of(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not processes_of(process.pid)
+
+
+@pytest.mark.parametrize("name", [name for name in EAGER if on_policy(name)])
+def test_signal_does_not_wait_for_the_end_of_a_rollout(train, monkeypatch, tmp_path, name):
+    """A rollout of 40 seconds here, in which the signal comes after half a second."""
+    monkeypatch.setattr(tiny_envs, "EVENT", "SIGTERM@20")
+    start = time.monotonic()
+    with pytest.raises(SystemExit) as end:
+        train(name, env_id=env_id("Slow", name), num_steps=2048, total_timesteps=2048)
+    assert end.value.code == 143 and time.monotonic() - start < 10
+    assert (tmp_path / "run0/metrics.jsonl").read_text() == ""
+
+
+# The machine
+
+
+@each_script
+def test_a_run_on_the_cpu_leaves_cuda_alone(train, monkeypatch, name):
+    """Though there is a device: not even its random numbers are saved."""
+
+    def refuse(*_args, **_settings):
+        raise AssertionError("this run touches CUDA")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    names = ["_lazy_init", "init", "get_rng_state", "set_rng_state", "get_device_name", "current_device", "set_device"]
+    for function in [*names, "mem_get_info", "synchronize", "current_stream", "get_device_properties"]:
+        monkeypatch.setattr(torch.cuda, function, refuse)
+    assert train(name, **quick(name)).checkpoint["rng"]["cuda"] is None
+
+
+@pytest.mark.parametrize("name", [*EAGER, "ppo_atari_envpool"])
+def test_seed_must_fit_the_generators(capfd, tmp_path, name):
+    for seed in (2**64, 2**63, -1):
+        settings = ATARI if name not in EAGER else {}
+        code, error = error_of(capfd, name, tmp_path / "refused", **settings, seed=seed)
+        assert code == 2 and "--seed" in error and not (tmp_path / "refused").exists()
+
+
+def test_greatest_seed_works(train):
+    assert len(train("ppo", seed=2**63 - 1).lines) > 3
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_absent_compiler_is_one_line_that_names_the_package(capfd, monkeypatch, tmp_path, name):
+    def absent(*_args):
+        raise torch._inductor.exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(torch._inductor.cpp_builder, "get_cpp_compiler", absent)
+    code, error = error_of(capfd, name, tmp_path / "run", compile=True)
+    assert code == 2 and "g++" in error and "--no-compile" in error
+
+
+@pytest.mark.parametrize("name", [*EAGER, "ppo_atari_envpool"])
+def test_trains_where_the_system_does_not_tell_its_affinity(train, monkeypatch, tmp_path, name):
+    """On macOS, for one."""
+    for function in ("sched_getaffinity", "sched_setaffinity"):
+        monkeypatch.delattr(os, function)
+    if name in EAGER:
+        assert len(train(name, **quick(name)).lines) > 3
+    else:
+        settings = {"device": "cpu", "tensorboard": False, "run_dir": str(tmp_path / "atari")}
+        assert helpers.call(name, **ATARI, **settings).lines
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_numpy_computes_with_one_thread_unless_told_otherwise(path):
+    """What the script sets before it imports NumPy; whether a script's process has it is seen in test_copies.py."""
+    for before, after in ({}, "1"), ({"OPENBLAS_NUM_THREADS": "3"}, "3"):
+        fake = SimpleNamespace(environ=dict(before))
+        for statement in ast.parse(path.read_text()).body:
+            source = ast.unparse(statement)
+            if source == "import numpy as np":
+                break
+            if "os.environ" in source and not isinstance(statement, ast.ClassDef | ast.FunctionDef):
+                exec(source, {"os": fake})
+        assert fake.environ["OPENBLAS_NUM_THREADS"] == after
+
+
+# Precision
+
+
+def frames(count: int) -> torch.Tensor:
+    return torch.randint(256, (count, 21, 21, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", ["ppo_atari_envpool", "ppo_atari_envpool_torchcompile"])
+def test_heads_of_a_bfloat16_network_have_float32_resolution(name):
+    """Values near 20 would else move in steps of 0.125, coarser than the clip range."""
+    torch.manual_seed(1)
+    agent = load(name).ActorCritic(4, torch.bfloat16)
+    torch.nn.init.constant_(agent.critic.bias, 20)
+    torch.nn.init.constant_(agent.actor.bias, 20)
+    with torch.no_grad():
+        log_probs, value = agent(frames(64))
+    assert log_probs.dtype == value.dtype == torch.float32
+    assert 10 < value.mean() < 30 and len(value.unique()) > 60
+    steps = value.sort().values.diff()
+    assert 0 < steps[steps > 0].min() < 0.125 / 8
+    torch.testing.assert_close(log_probs.exp().sum(1), torch.ones(64), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["ppo_atari_envpool", "ppo_atari_envpool_torchcompile"])
+def test_acting_copy_computes_what_the_learner_computes(name, dtype):
+    """To the last bit, also after it took over new weights: else the ratio of PPO does not begin at 1."""
+    torch.manual_seed(1)
+    agent = load(name).ActorCritic(4, dtype)
+    actor = agent.acting_copy()
+    with torch.no_grad():
+        for _ in range(2):
+            for ours, theirs in zip(agent(frames(8)), actor(frames(8)), strict=True):
+                assert torch.equal(ours, theirs)
+            for parameter in agent.parameters():
+                parameter.mul_(1.01).add_(1e-3)
+            actor.load_state_dict(agent.state_dict())
+
+
+def test_automatic_precision_is_that_of_float32_and_is_decided_the_same_each_time():
+    set_precision, generator = defining("set_matmul_precision").set_matmul_precision, torch.Generator().manual_seed(2)
+    before, decided = torch.get_float32_matmul_precision(), set()
+    x, y = torch.randn(2, 256, 256, generator=generator)
+    exact = x.double() @ y.double()
+    try:
+        for _ in range(3):
+            set_precision("auto", torch.device("cpu"))
+            decided.add(torch.get_float32_matmul_precision())
+            assert ((x @ y - exact).abs().max() / exact.abs().max()).item() < 1e-5
+        for given in ("highest", "medium"):
+            set_precision(given, torch.device("cpu"))
+            assert torch.get_float32_matmul_precision() == given
+    finally:
+        set_precision(before, torch.device("cpu"))
+    assert len(decided) == 1
