@@ -392,6 +392,8 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     if "mujoco" in str(env):
         importlib.import_module("mujoco").set_mju_user_warning(lambda _message: None)
     env = gym.make(env, disable_env_checker=True, **settings)
+    if not env.observation_space.is_np_flattenable:
+        raise ValueError(f"observations are {env.observation_space}, of which there is no vector")
     is_flat = isinstance(env.observation_space, gym.spaces.Box) and len(env.observation_space.shape) == 1
     return env if is_flat else gym.wrappers.FlattenObservation(env)
 
@@ -454,10 +456,15 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
     """Raise a ValueError at a NaN or infinity; but nobody looks at what follows a termination: there it becomes 0."""
-    if not math.isfinite(np.vdot(obs, obs) + np.vdot(reward, reward)):  # takes 1 us
+    if not np.vdot(obs, obs) + np.vdot(reward, reward) < 1e76:  # takes 1 us; float32 ends at 3e38
         obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
-        if not (np.isfinite(obs).all() and np.isfinite(reward).all()):
+        if np.abs([*obs.flat, *reward.flat]).max() > 3e38 or np.isnan([*obs.flat, *reward.flat]).any():
             raise ValueError("an observation or a reward is NaN or infinite")
+
+
+def warn_of_pixels(space: gym.Space, obs_dim: int) -> None:
+    if space.dtype == np.uint8 and obs_dim > 1000:
+        print("note: these pixels go into an MLP; ppo_atari_envpool has convolutions", file=sys.stderr)
 
 
 def numbers_in(info: dict) -> dict[str, float]:
@@ -495,8 +502,7 @@ class Envs:
         except Exception as error:  # whatever a constructor brings up
             fail(f"can't make environment {args.env_id}: {type(error).__name__}: {error}")
         self.action_shape = (len(seeds), *self.action_space.shape)
-        if self.observation_space.dtype == np.uint8 and self.obs_dim > 1000:
-            print("note: these pixels go into an MLP; ppo_atari_envpool has convolutions", file=sys.stderr)
+        warn_of_pixels(self.observation_space, self.obs_dim)
 
     def flatten(self, obs) -> np.ndarray:
         if isinstance(self.observation_space, gym.spaces.Box):
@@ -508,9 +514,11 @@ class Envs:
         """Start an episode in each environment -> observation (N, O)."""
         try:
             obs, _ = self.vector.reset() if self.backend == "envpool" else self.vector.reset(seed=self.seeds)
+            obs = self.flatten(obs)
+            check_finite(obs, np.zeros(1), np.zeros(len(obs), dtype=bool))
         except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
             self.stop(self.explain(error))
-        return self.flatten(obs)
+        return obs
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Step each environment: action -> observation (N, O), reward (N,), terminated (N,), truncated (N,)."""
@@ -537,7 +545,11 @@ class Envs:
     def note_ends(self, infos, done: np.ndarray) -> None:
         """Keep the numbers that `info` holds of each episode that ended, for the log."""
         for i in np.flatnonzero(done):
-            info = infos[i] if isinstance(infos, list) else {key: x[i] for key, x in infos.items() if np.ndim(x)}
+            if isinstance(infos, list):
+                info = infos[i]
+            else:  # arrays (N, ...); of worker processes, `_key` says which environments have that key
+                arrays = {key: x for key, x in infos.items() if np.ndim(x) and infos.get(f"_{key}", done)[i]}
+                info = {key: x[i] for key, x in arrays.items()}
             for key, value in numbers_in(info).items():
                 self.infos[key].append(value)
 

@@ -424,7 +424,7 @@ def compiled(device: torch.device, *functions):
 
 
 def readings(name: str, value, seen: set):
-    """(name, function that reads it) of each number and tensor that a function or an object can reach by names."""
+    """(name, function that reads it) of all that a function or an object reaches by names."""
     if not isinstance(value, nn.Module):  # what became a graph, or was compiled
         value = getattr(value, "module", value)
         value = getattr(value, "__wrapped__", value)
@@ -435,22 +435,25 @@ def readings(name: str, value, seen: set):
     if hasattr(value, "__code__"):
         for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             parts[key] = partial(getattr, cell, "cell_contents")
-        for key in value.__globals__.keys() & set(value.__code__.co_names):
+        codes = [value.__code__, *(x for x in value.__code__.co_consts if hasattr(x, "co_names"))]
+        for key in value.__globals__.keys() & {x for code in codes for x in code.co_names}:
             parts[key] = partial(value.__globals__.get, key)
     elif isinstance(value, dict | list | tuple):
         keys = value if isinstance(value, dict) else range(len(value))
         parts = {f"{name}[{key!r}]": partial(value.__getitem__, key) for key in keys}
     elif isinstance(value, nn.Module) or type(value).__module__ == __name__:
-        parts = {f"{name}.{key}": partial(vars(value).get, key) for key in vars(value)}
+        own = [key for key in vars(value) if key[0] != "_" or key in ("_parameters", "_buffers", "_modules")]
+        parts = {f"{name}.{key}": partial(vars(value).get, key) for key in own}
+        methods = {key: x for key, x in vars(type(value)).items() if hasattr(x, "__code__")}
+        parts |= {f"{name}.{key}": partial(methods.get, key) for key in methods}
     for key, read in parts.items():
-        if isinstance(read(), bool | int | float | str | None | Tensor):
-            yield key, read
-        else:
-            yield from readings(key, read(), seen)
+        is_code = hasattr(read(), "__code__") or hasattr(read(), "__spec__")  # functions and modules do not change
+        yield from () if is_code else [(key, read)]
+        yield from readings(key, read(), seen)
 
 
 def refuse_changes(function):
-    """The function; but before each call it is checked that all numbers and tensors it reads are those of the first.
+    """The function; but before each call it is checked that all it reads, numbers and objects, is that of the first.
 
     Compiled code and CUDA graphs keep what they have read at first: a change would be ignored in silence. So it ends
     the program, with its name and exit code 2. Tensors may change in place. A check takes some microseconds.
@@ -472,13 +475,14 @@ def refuse_changes(function):
 
 
 def check_equal(names: list[str], first: list, now: list) -> None:
-    """SystemExit(2) with the name of the first number that differs, or tensor that is not the same object."""
+    """SystemExit(2) with the name of the first number that differs, or of the first thing that is another object."""
     for name, old, new in zip(names, first, now, strict=True):
-        if isinstance(old, Tensor) and new is not old:
-            fail(f"`{name}` is another tensor than when this was compiled: change it in place, by `copy_`")
-        if not isinstance(old, Tensor) and (isinstance(new, Tensor) or new != old):
+        is_number = isinstance(old, bool | int | float | str | np.generic | None)
+        if is_number and (type(new) is not type(old) or new != old):
             advice = "make it a tensor and change it in place, like `optimizer.learning_rate`"
             fail(f"`{name}` was {old} when this was compiled and is {new} now: {advice}")
+        if not is_number and new is not old:
+            fail(f"`{name}` is another {type(old).__name__} than when this was compiled: change it in place")
 
 
 def fail(message: str) -> NoReturn:
@@ -517,6 +521,8 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     if "mujoco" in str(env):
         importlib.import_module("mujoco").set_mju_user_warning(lambda _message: None)
     env = gym.make(env, disable_env_checker=True, **settings)
+    if not env.observation_space.is_np_flattenable:
+        raise ValueError(f"observations are {env.observation_space}, of which there is no vector")
     is_flat = isinstance(env.observation_space, gym.spaces.Box) and len(env.observation_space.shape) == 1
     return env if is_flat else gym.wrappers.FlattenObservation(env)
 
@@ -579,10 +585,15 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
     """Raise a ValueError at a NaN or infinity; but nobody looks at what follows a termination: there it becomes 0."""
-    if not math.isfinite(np.vdot(obs, obs) + np.vdot(reward, reward)):  # takes 1 us
+    if not np.vdot(obs, obs) + np.vdot(reward, reward) < 1e76:  # takes 1 us; float32 ends at 3e38
         obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
-        if not (np.isfinite(obs).all() and np.isfinite(reward).all()):
+        if np.abs([*obs.flat, *reward.flat]).max() > 3e38 or np.isnan([*obs.flat, *reward.flat]).any():
             raise ValueError("an observation or a reward is NaN or infinite")
+
+
+def warn_of_pixels(space: gym.Space, obs_dim: int) -> None:
+    if space.dtype == np.uint8 and obs_dim > 1000:
+        print("note: these pixels go into an MLP; ppo_atari_envpool has convolutions", file=sys.stderr)
 
 
 def numbers_in(info: dict) -> dict[str, float]:
@@ -620,8 +631,7 @@ class Envs:
         except Exception as error:  # whatever a constructor brings up
             fail(f"can't make environment {args.env_id}: {type(error).__name__}: {error}")
         self.action_shape = (len(seeds), *self.action_space.shape)
-        if self.observation_space.dtype == np.uint8 and self.obs_dim > 1000:
-            print("note: these pixels go into an MLP; ppo_atari_envpool has convolutions", file=sys.stderr)
+        warn_of_pixels(self.observation_space, self.obs_dim)
 
     def flatten(self, obs) -> np.ndarray:
         if isinstance(self.observation_space, gym.spaces.Box):
@@ -633,9 +643,11 @@ class Envs:
         """Start an episode in each environment -> observation (N, O)."""
         try:
             obs, _ = self.vector.reset() if self.backend == "envpool" else self.vector.reset(seed=self.seeds)
+            obs = self.flatten(obs)
+            check_finite(obs, np.zeros(1), np.zeros(len(obs), dtype=bool))
         except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
             self.stop(self.explain(error))
-        return self.flatten(obs)
+        return obs
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Step each environment: action -> observation (N, O), reward (N,), terminated (N,), truncated (N,)."""
@@ -662,7 +674,11 @@ class Envs:
     def note_ends(self, infos, done: np.ndarray) -> None:
         """Keep the numbers that `info` holds of each episode that ended, for the log."""
         for i in np.flatnonzero(done):
-            info = infos[i] if isinstance(infos, list) else {key: x[i] for key, x in infos.items() if np.ndim(x)}
+            if isinstance(infos, list):
+                info = infos[i]
+            else:  # arrays (N, ...); of worker processes, `_key` says which environments have that key
+                arrays = {key: x for key, x in infos.items() if np.ndim(x) and infos.get(f"_{key}", done)[i]}
+                info = {key: x[i] for key, x in arrays.items()}
             for key, value in numbers_in(info).items():
                 self.infos[key].append(value)
 

@@ -221,20 +221,7 @@ WAYS = {
         ],
     ),
 }
-# Ways that are ignored in silence today
-OPEN = [
-    "other settings", "a pair of the optimizer", "another dict", "a global in a comprehension", "a global in a method",
-    "a number of NumPy", "nothing, then a number",
-]  # fmt: skip
-
-
-def cases(reason: str, names, still_open: list[str]) -> list:
-    """The names as parameters; those that are open fail, and are to be taken off the list when they no longer do."""
-    mark = pytest.mark.xfail(strict=True, reason=reason)
-    return [pytest.param(name, marks=mark) if name in still_open else name for name in names]
-
-
-each_way = pytest.mark.parametrize("way", cases("`readings` does not see it", WAYS, OPEN))
+each_way = pytest.mark.parametrize("way", list(WAYS))
 
 
 @each_way
@@ -438,10 +425,7 @@ def means(log: list[dict]) -> dict[str, float]:
 SHORT = ["--total-timesteps", "256", "--num-steps", "64", "--num-minibatches", "2", "--update-epochs", "1"]
 
 
-# A number that only some of the episodes end with counts as 0 in the others
-each_way_to_work = pytest.mark.parametrize(
-    "name", cases("`Envs.note_ends` does not look at the masks of AsyncVectorEnv", ["ppo", "ppo_env_pool"], ["ppo"])
-)
+each_way_to_work = pytest.mark.parametrize("name", ["ppo", "ppo_env_pool"])
 
 
 @each_way_to_work
@@ -527,7 +511,7 @@ gym.register("PixelChoice-v0", Pixels, kwargs={"action_space": Discrete(3)})
 gym.register("PixelPush-v0", Pixels, kwargs={"action_space": Box(-1, 1, (2,))})
 
 
-@pytest.mark.parametrize("name", cases("`Pool` does not look at the pixels", EAGER, ["ppo_env_pool"]))
+@pytest.mark.parametrize("name", EAGER)
 def test_pixels_into_an_mlp_get_a_hint(train, capfd, name):
     train(name, total_timesteps=64)
     assert "pixels" not in capfd.readouterr().err

@@ -38,12 +38,6 @@ def quick(name: str) -> dict:
     return {} if on_policy(name) else {"total_timesteps": 200}
 
 
-def cases(reason: str, names, still_open) -> list:
-    """The names as parameters; those that are open fail, and are to be taken off the list when they no longer do."""
-    mark = pytest.mark.xfail(strict=True, reason=reason)
-    return [pytest.param(name, marks=mark) if name in still_open else name for name in names]
-
-
 class Odd(tiny_envs.Reach):
     """A `Reach` in which something is odd; also for discrete actions. The numbers are those of its own steps."""
 
@@ -127,10 +121,7 @@ def test_what_follows_a_truncation_must_be_finite(train, monkeypatch, name):
     assert "NaN or infinite, at step" in end.value.code
 
 
-UNSEEN = "`reset` does not check the first observation"
-
-
-@pytest.mark.parametrize("name", cases(UNSEEN, EAGER, ["dqn", "ppo", "sac_continuous_action", "td3_continuous_action"]))
+@each_script
 def test_first_observation_must_be_finite(train, tmp_path, name):
     with pytest.raises(SystemExit) as end:
         train(name, env_id=env_id("FirstIsNan", name), **IN_PROCESS)
@@ -138,9 +129,7 @@ def test_first_observation_must_be_finite(train, tmp_path, name):
     assert not (tmp_path / "run0" / "checkpoint.pt").exists()
 
 
-@pytest.mark.parametrize(
-    "name", cases("an observation is checked in its own type", EAGER, [name for name in EAGER if not has_pool(name)])
-)
+@each_script
 def test_observation_beyond_float32_is_infinite(train, tmp_path, name):
     """It is finite as the environment returns it, in float64, and infinite where it is kept."""
     with pytest.raises(SystemExit) as end:
@@ -284,7 +273,7 @@ def test_trains_on_nested_and_discrete_observations(train, name):
         train(name, env_id="FrozenLake-v1", total_timesteps=128)
 
 
-@pytest.mark.parametrize("name", cases("`Pool.admit` ends in a traceback", EAGER, ["ppo_env_pool"]))
+@each_script
 def test_observations_that_no_vector_holds_are_refused_by_name(capfd, tmp_path, name):
     code, error = error_of(capfd, name, tmp_path / "refused", env_id=env_id("Growing", name))
     assert code == 2 and "Sequence(" in error
@@ -394,13 +383,12 @@ def test_free_memory_is_within_the_containers_limit(monkeypatch):
     free = 8000 * 1024
     assert free_memory_by(monkeypatch, MEMINFO) == free
     assert free_memory_by(monkeypatch, MEMINFO | {f"{GROUP}.max": "max\n", f"{GROUP}.current": "5000\n"}) == free
-    limit = {f"{GROUP}.max": "900000\n", f"{GROUP}.current": "500000\n"}
+    limit = {f"{GROUP}.max": "900000\n", f"{GROUP}.current": "500000\n", f"{GROUP}.stat": "file 0\n"}
     assert free_memory_by(monkeypatch, MEMINFO | limit) == 400_000
     assert free_memory_by(monkeypatch, MEMINFO | limit | {f"{GROUP}.max": f"{10**9}\n"}) == free
     assert free_memory_by(monkeypatch, {}) == math.inf
 
 
-@pytest.mark.xfail(strict=True, reason="files in the page cache count as taken, though the kernel drops them")
 def test_free_memory_of_a_container_counts_what_the_kernel_can_drop(monkeypatch):
     limit = {f"{GROUP}.max": "900000\n", f"{GROUP}.current": "800000\n"}
     stat = {f"{GROUP}.stat": "anon 100000\nfile 700000\ninactive_file 600000\nactive_file 100000\n"}
