@@ -9,8 +9,9 @@ import signal
 import sys
 import time
 import weakref
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import gymnasium as gym
@@ -394,7 +395,7 @@ def test_free_memory_is_within_the_containers_limit(monkeypatch):
     free = 8000 * 1024
     assert free_memory_by(monkeypatch, MEMINFO) == free
     assert free_memory_by(monkeypatch, MEMINFO | {f"{GROUP}.max": "max\n", f"{GROUP}.current": "5000\n"}) == free
-    limit = {f"{GROUP}.max": "900000\n", f"{GROUP}.current": "500000\n"}
+    limit = {f"{GROUP}.max": "900000\n", f"{GROUP}.current": "500000\n", f"{GROUP}.stat": "inactive_file 0\n"}
     assert free_memory_by(monkeypatch, MEMINFO | limit) == 400_000
     assert free_memory_by(monkeypatch, MEMINFO | limit | {f"{GROUP}.max": f"{10**9}\n"}) == free
     assert free_memory_by(monkeypatch, {}) == math.inf
@@ -465,9 +466,10 @@ def test_damaged_log_does_not_keep_a_checkpoint_from_resuming(train, name, damag
     assert len(lines) > len(kept) + 1
 
 
-class FakeWandb:
+class FakeWandb(ModuleType):
     def __init__(self):
-        self.calls = []
+        super().__init__("wandb")
+        self.__spec__, self.calls = ModuleSpec("wandb", None), []
 
     def init(self, **settings):
         self.calls.append(settings)
