@@ -418,13 +418,12 @@ def readings(name: str, value, seen: set):
         keys = value if isinstance(value, dict) else range(len(value))
         parts = {f"{name}[{key!r}]": partial(value.__getitem__, key) for key in keys}
     elif isinstance(value, nn.Module) or type(value).__module__ == __name__:
+        shared = vars(type(value)) if type(value).__module__ == __name__ else ()
+        parts = {f"{name}.{key}": partial(getattr, type(value), key) for key in shared if key[:2] != "__"}
         own = [key for key in vars(value) if key[0] != "_" or key in ("_parameters", "_buffers", "_modules")]
-        parts = {f"{name}.{key}": partial(vars(value).get, key) for key in own}
-        methods = {key: x for key, x in vars(type(value)).items() if hasattr(x, "__code__")}
-        parts |= {f"{name}.{key}": partial(methods.get, key) for key in methods}
+        parts |= {f"{name}.{key}": partial(vars(value).get, key) for key in own}
     for key, read in parts.items():
-        is_code = hasattr(read(), "__code__") or hasattr(read(), "__spec__")  # functions and modules do not change
-        yield from () if is_code else [(key, read)]
+        yield from () if hasattr(read(), "__spec__") else [(key, read)]  # modules stay
         yield from readings(key, read(), seen)
 
 

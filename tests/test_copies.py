@@ -116,6 +116,7 @@ def of_the_file(lines: str) -> Change:
 
 
 SCHEDULE = "args.ent_coef * (1 - iteration / num_iterations)"
+CLASS_ATTRIBUTE = "    sharpness = 1.0\n\n    def __init__(self, obs_dim: int, num_actions: int):\n"
 LOGITS = "self.actor(obs).log_softmax(1)"
 
 
@@ -202,6 +203,22 @@ WAYS = {
             ),
             (LOGITS, "(self.sharpness * self.actor(obs)).log_softmax(1)"),
             in_the_loop("agent.sharpness += 0.1"),
+        ],
+    ),
+    "an attribute of the class": Way(
+        "`agent.sharpness`",
+        [
+            ("    def __init__(self, obs_dim: int, num_actions: int):\n", CLASS_ATTRIBUTE),
+            (LOGITS, "(self.sharpness * self.actor(obs)).log_softmax(1)"),
+            in_the_loop("ActorCritic.sharpness += 0.1"),
+        ],
+    ),
+    "another function": Way(
+        "`decay`",
+        [
+            before_the_loop("decay = lambda x: args.ent_coef * x  # noqa: E731"),
+            (BONUS, "decay(entropy)"),
+            in_the_loop("decay = (lambda x: 0.1 * x) if iteration > 1 else decay"),
         ],
     ),
     "a number of NumPy": Way(

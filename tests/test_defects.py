@@ -9,8 +9,9 @@ import signal
 import sys
 import time
 import weakref
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import gymnasium as gym
@@ -453,9 +454,10 @@ def test_damaged_log_does_not_keep_a_checkpoint_from_resuming(train, name, damag
     assert len(lines) > len(kept) + 1
 
 
-class FakeWandb:
+class FakeWandb(ModuleType):
     def __init__(self):
-        self.calls = []
+        super().__init__("wandb")
+        self.__spec__, self.calls = ModuleSpec("wandb", None), []
 
     def init(self, **settings):
         self.calls.append(settings)
