@@ -145,8 +145,6 @@ def train(args: Args) -> Path:
     actor = network if device.type == "cpu" else deepcopy(network).cpu()
     q_values = numpy_mlp(actor.net)
     check_policy(q_values, actor, envs.obs_dim)
-    buffers = {"buffer": buffer} if args.save_replay else {}
-    run.open(envs, network=network, target_network=target_network, optimizer=optimizer, **buffers)
 
     def update() -> Tensor:
         """One step of Adam on the squared error of the values of a batch, drawn from the buffer -> `METRICS`."""
@@ -160,6 +158,9 @@ def train(args: Args) -> Path:
         optimizer.step(torch.autograd.grad(td_loss, optimizer.weights))
         return torch.stack([td_loss, q.mean()]).detach()
 
+    buffers = {"buffer": buffer} if args.save_replay else {}
+    run.open(envs, network=network, target_network=target_network, optimizer=optimizer, **buffers)
+    actor.load_state_dict(network.state_dict())  # as it is in the checkpoint
     losses, steps_per_move = None, args.target_network_frequency // args.train_frequency
     episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
     obs, done = envs.reset(), np.zeros(args.num_envs, dtype=bool)
@@ -456,9 +457,9 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
     """Raise a ValueError at a NaN or infinity; but nobody looks at what follows a termination: there it becomes 0."""
-    if not np.vdot(obs, obs) + np.vdot(reward, reward) < 1e76:  # takes 1 us; float32 ends at 3e38
+    if not float(np.vdot(obs, obs)) + float(np.vdot(reward, reward)) < 1e76:  # takes 1 us; float32 ends at 3e38
         obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
-        if np.abs([*obs.flat, *reward.flat]).max() > 3e38 or np.isnan([*obs.flat, *reward.flat]).any():
+        if not (np.abs(obs).max() < 3e38 and np.abs(reward).max() < 3e38):
             raise ValueError("an observation or a reward is NaN or infinite")
 
 
@@ -679,11 +680,11 @@ class Run:
                 "env_backend": getattr(self.envs, "backend", None),
                 "matmul_precision": torch.get_float32_matmul_precision(),
                 "commit": commit,
-                "id": os.urandom(8).hex(),  # in Weights & Biases
             }
         else:
             values = json.loads(config.read_text())
             values["resumed"] = [*values.get("resumed", []), {"global_step": self.step, "commit": commit}]
+        values.setdefault("id", os.urandom(8).hex())  # in Weights & Biases
         config.write_text(json.dumps(values, indent=2) + "\n")
         for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line is left out
@@ -726,7 +727,10 @@ class Run:
                 sys.exit(f"error: {name} is {value} at step {self.step}; the last checkpoint is from {self.saved_step}")
             if self.writer:
                 self.writer.add_scalar(name, value, self.step)
-        self.file.write(json.dumps({"global_step": self.step, "seconds": round(seconds, 3), **metrics}) + "\n")
+        try:
+            self.file.write(json.dumps({"global_step": self.step, "seconds": round(seconds, 3), **metrics}) + "\n")
+        except OSError as error:
+            sys.exit(f"error: can't write the log: {error}; the last checkpoint is from {self.saved_step}")
         self.bar.set_postfix({"return": f"{np.mean(self.returns or [math.nan]):.1f}"}, refresh=False)
         self.bar.update(self.step - self.logged_step)
         self.logged_step, self.seconds = self.step, seconds

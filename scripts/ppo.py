@@ -208,7 +208,6 @@ def train(args: Args) -> Path:
     collector = agent if device.type == "cpu" else deepcopy(agent).cpu()
     policy = numpy_mlp(collector.actor)
     check_policy(lambda obs: torch.from_numpy(policy(obs)).log_softmax(1), lambda obs: collector(obs)[0], envs.obs_dim)
-    run.open(envs, agent=agent, optimizer=optimizer)
 
     @torch.no_grad()
     def estimate(obs: Tensor, action: Tensor, reward: Tensor, terminated: Tensor, truncated: Tensor, valid: Tensor):
@@ -244,6 +243,7 @@ def train(args: Args) -> Path:
         """One pass over the batch in minibatches, the rows of `permutation` (B / M, M) -> the mean of their losses."""
         return torch.stack([update_minibatch(index, *batch) for index in permutation]).mean(0)
 
+    run.open(envs, agent=agent, optimizer=optimizer)
     statistics = EpisodeStatistics(args.num_envs)
     obs = np.zeros((args.num_steps + 1, args.num_envs, envs.obs_dim), dtype=np.float32)
     action = np.zeros((args.num_steps, args.num_envs), dtype=np.int64)
@@ -496,9 +496,9 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
     """Raise a ValueError at a NaN or infinity; but nobody looks at what follows a termination: there it becomes 0."""
-    if not np.vdot(obs, obs) + np.vdot(reward, reward) < 1e76:  # takes 1 us; float32 ends at 3e38
+    if not float(np.vdot(obs, obs)) + float(np.vdot(reward, reward)) < 1e76:  # takes 1 us; float32 ends at 3e38
         obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
-        if np.abs([*obs.flat, *reward.flat]).max() > 3e38 or np.isnan([*obs.flat, *reward.flat]).any():
+        if not (np.abs(obs).max() < 3e38 and np.abs(reward).max() < 3e38):
             raise ValueError("an observation or a reward is NaN or infinite")
 
 
@@ -729,11 +729,11 @@ class Run:
                 "env_backend": getattr(self.envs, "backend", None),
                 "matmul_precision": torch.get_float32_matmul_precision(),
                 "commit": commit,
-                "id": os.urandom(8).hex(),  # in Weights & Biases
             }
         else:
             values = json.loads(config.read_text())
             values["resumed"] = [*values.get("resumed", []), {"global_step": self.step, "commit": commit}]
+        values.setdefault("id", os.urandom(8).hex())  # in Weights & Biases
         config.write_text(json.dumps(values, indent=2) + "\n")
         for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line is left out
@@ -776,7 +776,10 @@ class Run:
                 sys.exit(f"error: {name} is {value} at step {self.step}; the last checkpoint is from {self.saved_step}")
             if self.writer:
                 self.writer.add_scalar(name, value, self.step)
-        self.file.write(json.dumps({"global_step": self.step, "seconds": round(seconds, 3), **metrics}) + "\n")
+        try:
+            self.file.write(json.dumps({"global_step": self.step, "seconds": round(seconds, 3), **metrics}) + "\n")
+        except OSError as error:
+            sys.exit(f"error: can't write the log: {error}; the last checkpoint is from {self.saved_step}")
         self.bar.set_postfix({"return": f"{np.mean(self.returns or [math.nan]):.1f}"}, refresh=False)
         self.bar.update(self.step - self.logged_step)
         self.logged_step, self.seconds = self.step, seconds

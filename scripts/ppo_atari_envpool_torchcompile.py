@@ -235,7 +235,6 @@ def train(args: Args) -> Path:
     envs = Envs(args, run.env_seeds(args.num_envs))
     agent = ActorCritic(int(envs.action_space.n), torch.bfloat16 if args.bf16 else torch.float32).to(device)
     actor, optimizer = agent.acting_copy(), Adam(agent, args.learning_rate, eps=1e-5)
-    run.open(envs, agent=agent, optimizer=optimizer)
 
     # What a rollout brings stays on the device, by step, pool and game. Step 0 holds the stacks of frames before the
     # rollout, step t + 1 those that action t is chosen for; of the last step, only the value is of use
@@ -301,6 +300,7 @@ def train(args: Args) -> Path:
     # compile: compiled code and graphs keep the numbers that they have read; a later change is refused by name
     act, estimate, update_epoch = map(refuse_changes, (act, estimate, update_epoch))
 
+    run.open(envs, agent=agent, optimizer=optimizer)
     statistics, done = EpisodeStatistics(args.num_envs), np.zeros((args.num_steps, args.num_envs), dtype=bool)
     rows = np.zeros((5, args.num_steps, *shape[1:]), dtype=np.float32)
     reward, terminated, truncated, points, game_over = (row.reshape(args.num_steps, -1) for row in rows)
@@ -767,11 +767,11 @@ class Run:
                 "env_backend": getattr(self.envs, "backend", None),
                 "matmul_precision": torch.get_float32_matmul_precision(),
                 "commit": commit,
-                "id": os.urandom(8).hex(),  # in Weights & Biases
             }
         else:
             values = json.loads(config.read_text())
             values["resumed"] = [*values.get("resumed", []), {"global_step": self.step, "commit": commit}]
+        values.setdefault("id", os.urandom(8).hex())  # in Weights & Biases
         config.write_text(json.dumps(values, indent=2) + "\n")
         for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line is left out
@@ -814,7 +814,10 @@ class Run:
                 sys.exit(f"error: {name} is {value} at step {self.step}; the last checkpoint is from {self.saved_step}")
             if self.writer:
                 self.writer.add_scalar(name, value, self.step)
-        self.file.write(json.dumps({"global_step": self.step, "seconds": round(seconds, 3), **metrics}) + "\n")
+        try:
+            self.file.write(json.dumps({"global_step": self.step, "seconds": round(seconds, 3), **metrics}) + "\n")
+        except OSError as error:
+            sys.exit(f"error: can't write the log: {error}; the last checkpoint is from {self.saved_step}")
         self.bar.set_postfix({"return": f"{np.mean(self.returns or [math.nan]):.1f}"}, refresh=False)
         self.bar.update(self.step - self.logged_step)
         self.logged_step, self.seconds = self.step, seconds

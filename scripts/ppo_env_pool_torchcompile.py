@@ -252,6 +252,8 @@ def train(args: Args) -> Path:
     args, device = run.args, run.device
     num_envs = args.num_workers * args.envs_per_worker
     batch_size, num_iterations = rollout_sizes(args, num_envs)
+    if args.ready_batch > num_envs:
+        fail(f"--ready-batch {args.ready_batch} is more than there are environments, {num_envs}")
     torch.set_num_threads(1)  # networks of this size lose by a second thread
 
     pool = Pool(args, run.env_seeds(num_envs))
@@ -270,7 +272,6 @@ def train(args: Args) -> Path:
         lambda obs: collector(obs, any_action)[0],
         pool.obs_dim,
     )
-    run.open(pool, agent=agent, optimizer=optimizer)
 
     @torch.no_grad()
     def estimate(obs: Tensor, action: Tensor, reward: Tensor, terminated: Tensor, truncated: Tensor, valid: Tensor):
@@ -314,6 +315,7 @@ def train(args: Args) -> Path:
     # compile: compiled code and graphs keep the numbers that they have read; a later change is refused by name
     update_epoch = refuse_changes(update_epoch)
 
+    run.open(pool, agent=agent, optimizer=optimizer)
     statistics = EpisodeStatistics(num_envs)
     obs = np.zeros((args.num_steps + 1, num_envs, pool.obs_dim), dtype=np.float32)
     action = np.zeros((args.num_steps, num_envs, *action_shape), dtype=action_type)
@@ -620,9 +622,9 @@ def light_start():
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
     """Raise a ValueError at a NaN or infinity; but nobody looks at what follows a termination: there it becomes 0."""
-    if not np.vdot(obs, obs) + np.vdot(reward, reward) < 1e76:  # takes 1 us; float32 ends at 3e38
+    if not float(np.vdot(obs, obs)) + float(np.vdot(reward, reward)) < 1e76:  # takes 1 us; float32 ends at 3e38
         obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
-        if np.abs([*obs.flat, *reward.flat]).max() > 3e38 or np.isnan([*obs.flat, *reward.flat]).any():
+        if not (np.abs(obs).max() < 3e38 and np.abs(reward).max() < 3e38):
             raise ValueError("an observation or a reward is NaN or infinite")
 
 
@@ -722,8 +724,6 @@ class Pool:
     """
 
     def __init__(self, args: Args, seeds: list[int]):
-        if args.ready_batch > len(seeds):
-            fail(f"--ready-batch {args.ready_batch} is more than there are environments, {len(seeds)}")
         choose_backend(args.env_id, "gymnasium", in_process=False)
         self.args, self.seeds, self.num_envs, self.spaces = args, seeds, len(seeds), None
         self.infos, self.stop = defaultdict(list), fail  # `Run.open` puts a gentler way to stop here
@@ -768,7 +768,7 @@ class Pool:
         if self.spaces is None:
             self.spaces = self.observation_space, self.action_space = spaces[0]
             if not isinstance(self.action_space, gym.spaces.Discrete) and self.action_space.dtype.kind != "f":
-                fail(f"actions are {self.action_space}; this script is for Discrete ones, or for a Box of floats")
+                fail(f"{self.args.env_id} has actions {self.action_space}; this script takes Discrete or float actions")
             self.obs_dim, row = gym.spaces.flatdim(self.observation_space), row_type(*self.spaces)
             warn_of_pixels(self.observation_space, self.obs_dim)
             self.memory = tempfile.TemporaryFile(dir="/dev/shm" if Path("/dev/shm").exists() else None)  # has no name
@@ -848,7 +848,8 @@ class Pool:
 
     def reset(self) -> np.ndarray:
         """The first observation of each environment (N, O), as they are after the start."""
-        return self.obs.copy()
+        self.ready = list(range(self.args.num_workers))
+        return self.recv(self.num_envs)[0]
 
     def send(self, action: np.ndarray, ids: np.ndarray) -> None:
         """Let environments `ids` (K,), as `recv` returned them, take actions (K, A), or (K,) if these are discrete."""
@@ -1039,11 +1040,11 @@ class Run:
                 "env_backend": getattr(self.envs, "backend", None),
                 "matmul_precision": torch.get_float32_matmul_precision(),
                 "commit": commit,
-                "id": os.urandom(8).hex(),  # in Weights & Biases
             }
         else:
             values = json.loads(config.read_text())
             values["resumed"] = [*values.get("resumed", []), {"global_step": self.step, "commit": commit}]
+        values.setdefault("id", os.urandom(8).hex())  # in Weights & Biases
         config.write_text(json.dumps(values, indent=2) + "\n")
         for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line is left out
@@ -1086,7 +1087,10 @@ class Run:
                 sys.exit(f"error: {name} is {value} at step {self.step}; the last checkpoint is from {self.saved_step}")
             if self.writer:
                 self.writer.add_scalar(name, value, self.step)
-        self.file.write(json.dumps({"global_step": self.step, "seconds": round(seconds, 3), **metrics}) + "\n")
+        try:
+            self.file.write(json.dumps({"global_step": self.step, "seconds": round(seconds, 3), **metrics}) + "\n")
+        except OSError as error:
+            sys.exit(f"error: can't write the log: {error}; the last checkpoint is from {self.saved_step}")
         self.bar.set_postfix({"return": f"{np.mean(self.returns or [math.nan]):.1f}"}, refresh=False)
         self.bar.update(self.step - self.logged_step)
         self.logged_step, self.seconds = self.step, seconds

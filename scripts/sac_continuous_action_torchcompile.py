@@ -212,11 +212,6 @@ def train(args: Args) -> Path:
     actor_optimizer, critic_optimizer = Adam(actor, args.policy_lr), Adam(critics, args.q_lr)
     alpha_optimizer = Adam(temperature, args.q_lr)
     buffer = ReplayBuffer(args.buffer_size, envs.obs_dim, action_dim, device)
-    run.open(
-        envs, actor=actor, critics=critics, target_critics=target_critics, temperature=temperature,
-        actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer, alpha_optimizer=alpha_optimizer,
-        **({"buffer": buffer} if args.save_replay else {}),
-    )  # fmt: skip
 
     @torch.no_grad()
     def act(obs: Tensor) -> Tensor:
@@ -268,6 +263,11 @@ def train(args: Args) -> Path:
     # compile: compiled code and graphs keep the numbers that they have read; a later change is refused by name
     act, update_critics, update_both = map(refuse_changes, (act, update_critics, update_both))
 
+    run.open(
+        envs, actor=actor, critics=critics, target_critics=target_critics, temperature=temperature,
+        actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer, alpha_optimizer=alpha_optimizer,
+        **({"buffer": buffer} if args.save_replay else {}),
+    )  # fmt: skip
     losses, statistics = None, EpisodeStatistics(args.num_envs)
     # A resumed run that has lost its replay buffer fills it first
     first_update = args.learning_starts + (0 if args.save_replay else run.step)
@@ -629,9 +629,9 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
     """Raise a ValueError at a NaN or infinity; but nobody looks at what follows a termination: there it becomes 0."""
-    if not np.vdot(obs, obs) + np.vdot(reward, reward) < 1e76:  # takes 1 us; float32 ends at 3e38
+    if not float(np.vdot(obs, obs)) + float(np.vdot(reward, reward)) < 1e76:  # takes 1 us; float32 ends at 3e38
         obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
-        if np.abs([*obs.flat, *reward.flat]).max() > 3e38 or np.isnan([*obs.flat, *reward.flat]).any():
+        if not (np.abs(obs).max() < 3e38 and np.abs(reward).max() < 3e38):
             raise ValueError("an observation or a reward is NaN or infinite")
 
 
@@ -879,11 +879,11 @@ class Run:
                 "env_backend": getattr(self.envs, "backend", None),
                 "matmul_precision": torch.get_float32_matmul_precision(),
                 "commit": commit,
-                "id": os.urandom(8).hex(),  # in Weights & Biases
             }
         else:
             values = json.loads(config.read_text())
             values["resumed"] = [*values.get("resumed", []), {"global_step": self.step, "commit": commit}]
+        values.setdefault("id", os.urandom(8).hex())  # in Weights & Biases
         config.write_text(json.dumps(values, indent=2) + "\n")
         for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line is left out
@@ -926,7 +926,10 @@ class Run:
                 sys.exit(f"error: {name} is {value} at step {self.step}; the last checkpoint is from {self.saved_step}")
             if self.writer:
                 self.writer.add_scalar(name, value, self.step)
-        self.file.write(json.dumps({"global_step": self.step, "seconds": round(seconds, 3), **metrics}) + "\n")
+        try:
+            self.file.write(json.dumps({"global_step": self.step, "seconds": round(seconds, 3), **metrics}) + "\n")
+        except OSError as error:
+            sys.exit(f"error: can't write the log: {error}; the last checkpoint is from {self.saved_step}")
         self.bar.set_postfix({"return": f"{np.mean(self.returns or [math.nan]):.1f}"}, refresh=False)
         self.bar.update(self.step - self.logged_step)
         self.logged_step, self.seconds = self.step, seconds

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import tiny_envs
 import torch
-from benchmark_helpers import refusal
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from helpers import load
 from test_learning import TASKS, play
@@ -222,7 +221,7 @@ def test_a_run_survives_deaths_and_masks_what_they_broke_off(train, monkeypatch,
     monkeypatch.setattr(tiny_envs, "EVENT", "SIGKILL@30")
     episodes, valid = [], []
     log, gae = POOL.Run.log, POOL.gae
-    monkeypatch.setattr(POOL.Run, "log", lambda run, *args: (episodes.extend(args[2]), log(run, *args)))
+    monkeypatch.setattr(POOL.Run, "log", lambda run, metrics: (episodes.extend(run.episodes), log(run, metrics)))
     monkeypatch.setattr(POOL, "gae", lambda *args: (valid.append(args[4].clone()), gae(*args))[1])
     layout = {"num_workers": 2, "envs_per_worker": 2, "ready_batch": 1, "max_restarts": 1000}
     run = train(NAME, env_id="tiny_envs:Count-v0", total_timesteps=1024, **layout)
@@ -327,9 +326,12 @@ def test_a_step_that_does_not_end_is_no_orphan():
     """Its worker ends two seconds after the process that started it, here a forked one."""
     pid = os.fork()
     if pid == 0:
-        pool = POOL.Pool(POOL.Args(env_id="Task-v0", num_workers=1, start_method="fork"), [0])
-        pool.send(np.array([HANG]), np.array([0]))
-        time.sleep(60)
+        try:
+            pool = POOL.Pool(POOL.Args(env_id="Task-v0", num_workers=1, start_method="fork"), [0])
+            pool.send(np.array([HANG]), np.array([0]))
+            time.sleep(60)
+        finally:
+            os._exit(1)  # else it would go on as a second pytest
     deadline = time.monotonic() + 120
     while not (children := workers_of(pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -352,7 +354,10 @@ def refused(capfd, tmp_path):
 
     def refused(**settings) -> str:
         settings = helpers.SMALL[NAME] | settings | {"run_dir": str(tmp_path / "refused")}
-        error = refusal(POOL.train, POOL.Args(**settings), capfd)
+        with pytest.raises(SystemExit) as end:
+            POOL.train(POOL.Args(**settings))
+        *notes, error = capfd.readouterr().err.splitlines()
+        assert end.value.code == 2 and error.startswith("error: ") and not any("error" in note for note in notes)
         assert not (tmp_path / "refused").exists()
         return error
 
@@ -361,7 +366,7 @@ def refused(capfd, tmp_path):
 
 def test_environment_that_cannot_be_sent_is_refused(refused, monkeypatch):
     lock = threading.Lock()
-    monkeypatch.setattr(POOL, "make_env", lambda env_id: lock and gym.make(env_id))
+    monkeypatch.setattr(POOL, "make_env", lambda env, _settings: lock and gym.make(env))
     assert "can't be sent to a worker process: cannot pickle '_thread.lock'" in refused()
 
 
@@ -373,16 +378,16 @@ def process_number() -> int:
 def test_spaces_that_differ_are_refused(refused, monkeypatch):
     """In two workers, or in one."""
     spaces = [Box(-1, 1, (size,)) for size in (2, 3)]
-    monkeypatch.setattr(POOL, "make_env", lambda _env_id: Task(Discrete(2), spaces[process_number() % 2]))
+    monkeypatch.setattr(POOL, "make_env", lambda _env, _settings: Task(Discrete(2), spaces[process_number() % 2]))
     lines = [refused(env_id="Task-v0", num_workers=2)]
-    monkeypatch.setattr(POOL, "make_env", lambda _env_id: Task(Discrete(2), spaces.pop()))
+    monkeypatch.setattr(POOL, "make_env", lambda _env, _settings: Task(Discrete(2), spaces.pop()))
     lines.append(refused(env_id="Task-v0", envs_per_worker=2))
     for line in lines:
         assert "environments differ in their spaces" in line and "(2,)" in line and "(3,)" in line
 
 
 def test_environment_that_breaks_at_its_start_is_refused(refused, monkeypatch):
-    monkeypatch.setattr(POOL, "make_env", lambda _env_id: 1 / 0)
+    monkeypatch.setattr(POOL, "make_env", lambda _env, _settings: 1 / 0)
     assert "can't make environment tiny_envs:Reach-v0: ZeroDivisionError" in refused(num_workers=2)
 
 

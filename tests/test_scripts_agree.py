@@ -29,8 +29,8 @@ MORE_CHANGES = {"sac_continuous_action": 39, "td3_continuous_action": 39}  # the
 # How many lines may stand above the rule, and how many in all
 MOST_ABOVE = 360
 MORE_ABOVE = {"ppo_atari_envpool": 420, "ppo_env_pool": 400}
-MOST_LINES = 915
-MORE_LINES = {"ppo_env_pool": 1080}
+MOST_LINES = 925
+MORE_LINES = {"ppo_env_pool": 1085}
 MOST_IN_TRAIN = 130
 RULE = "# ---- Plumbing: all below is the same text in every script that has it, and no part of the algorithm"
 HEADINGS = (
