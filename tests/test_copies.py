@@ -36,7 +36,7 @@ class Stream(gym.Env):
         return self.x.astype(np.float32), reward, self.np_random.random() < 0.1, False, {}
 
 
-gym.register("Stream-v0", Stream)
+gym.register("OwnStream-v0", Stream)
 
 Change = tuple[str, str]  # text of the script, what is to stand there
 
@@ -269,7 +269,7 @@ def test_compiled_copy_follows_a_tensor_and_refuses_a_number(copy, train_copy, t
         ("args.vf_coef * value_loss - " + BONUS, "vf_coef * value_loss - ent_coef * entropy"),
         in_the_loop("ent_coef.fill_(0.3 * iteration)\n        vf_coef = args.vf_coef if iteration < 4 else 0.1"),
     ]
-    settings = {"env_id": "Stream-v0", "clip_coef": 0.1}
+    settings = {"env_id": "OwnStream-v0", "clip_coef": 0.1}
     followed = train_copy(copy("ppo", *changes), "ppo", **settings)
     plain = train_copy(load("ppo"), "ppo", **settings)
     capsys.readouterr()
