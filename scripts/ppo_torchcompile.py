@@ -439,9 +439,10 @@ def refuse_changes(function):
     def checked(*inputs):
         if not first:
             seen = {"training"}
-            for name, read in list(readings("", function, seen)):
-                if "." not in name or name[-1] == "]" or name.rpartition(".")[2] in seen:  # else no code names it
-                    names.append(name), reads.append(read), first.append(read())
+            found = list(readings("", function, seen))  # of attributes, those count that some code names
+            found = [x for x in found if "." not in x[0] or x[0][-1] == "]" or x[0].rpartition(".")[2] in seen]
+            names[:], reads[:] = zip(*found, strict=True) if found else ((), ())
+            first[:] = [read() for read in reads]
         now = [read() for read in reads]
         if any(x is not y for x, y in zip(first, now, strict=True)):
             check_equal(names, first, now)
