@@ -32,6 +32,7 @@ How to read on: settings, networks, formulas, then `train`, the algorithm. Below
 import atexit
 import contextlib
 import difflib
+import gc
 import importlib.util
 import json
 import math
@@ -681,6 +682,7 @@ def serve(env_fns: list, connection: Connection, first: int, seeds: list[int]) -
 def work(env_fns: list, connection: Connection, other_end: Connection, *job) -> None:
     """A worker process: serves the pool, and tells it `x`, the exception in short and its traceback, if that fails."""
     other_end.close()  # a forked process has it too, and would never see the end of its pipe
+    gc.freeze()  # a forked process has its parent's garbage too; to collect it, such as EnvPool's threads, may be fatal
     threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         serve(env_fns, connection, *job)

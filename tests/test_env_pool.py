@@ -1,6 +1,7 @@
 """The pool of environments: the rows of each are those it gives alone, whoever is ready first, dies or hangs."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -320,6 +321,29 @@ def test_nothing_is_left_of_a_run_that_is_ended(tmp_path, signum, method):
         time.sleep(0.05)
     assert not running(children)
     assert set(os.listdir("/dev/shm")) <= segments
+
+
+class Collecting(gym.Wrapper):
+    def __init__(self, env):
+        super().__init__(env)
+        gc.collect()
+
+
+gym.register("CollectingReach-v0", lambda: Collecting(gym.make("tiny_envs:Reach-v0")))
+
+
+def test_a_forked_worker_leaves_its_parents_garbage_alone(make_pool):
+    """The end of EnvPool's environments waits for threads, which a forked process does not have: it would abort."""
+    envpool = pytest.importorskip("envpool")
+    gc.disable()
+    try:
+        cycle = [envpool.make_gymnasium("CartPole-v1", num_envs=2)]
+        cycle.append(cycle)
+        del cycle
+        pool = make_pool("CollectingReach-v0", 1)
+    finally:
+        gc.enable()
+    assert pool.reset().shape == (1, 3)
 
 
 def test_a_step_that_does_not_end_is_no_orphan():
