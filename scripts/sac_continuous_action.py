@@ -314,8 +314,8 @@ def free_memory(device: torch.device) -> float:
 class ReplayBuffer(nn.Module):
     """The last `capacity` transitions, each a row of observation (O), action (A), reward, next observation, terminated.
 
-    One piece takes one copy to write and one gather to sample. Where to write and how many rows there are is kept on
-    the device, so that a graph reads the present values.
+    One piece takes one copy to write and one gather to sample. How many rows have ever been written, which says where
+    the next one goes, is kept on the device, so that a graph reads its present value.
     """
 
     def __init__(self, capacity: int, obs_dim: int, action_dim: int, device: torch.device):
@@ -326,29 +326,29 @@ class ReplayBuffer(nn.Module):
             fail(f"--buffer-size {capacity} needs {need / 2**30:.2f} GiB; {free / 2**30:.2f} are free on {device}")
         print(f"replay buffer: {need / 2**30:.2f} GiB on {device}", file=sys.stderr)
         self.rows = torch.zeros(capacity, sum(self.widths), device=device)
-        self.position, self.size = torch.zeros(2, dtype=torch.int64, device=device)
+        self.num_written = torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, rows: Tensor) -> None:
         """Write rows (K, width), K <= capacity, over the oldest ones."""
-        index = (self.position + torch.arange(len(rows), device=rows.device)) % len(self.rows)
+        index = (self.num_written + torch.arange(len(rows), device=rows.device)) % len(self.rows)
         self.rows.index_copy_(0, index, rows)
-        self.position.add_(len(rows)).remainder_(len(self.rows))
-        self.size.add_(len(rows)).clamp_(max=len(self.rows))
+        self.num_written.add_(len(rows))
 
     def sample(self, batch_size: int) -> tuple[Tensor, ...]:
         """Rows drawn with replacement: observation (B, O), action (B, A), reward (B,), next observation, terminated."""
-        index = torch.randint(2**40, (batch_size,), device=self.rows.device) % self.size
+        size = self.num_written.clamp(max=len(self.rows))
+        index = torch.randint(2**40, (batch_size,), device=self.rows.device) % size
         obs, action, reward, next_obs, terminated = self.rows[index].split(self.widths, dim=1)
         return obs, action, reward.squeeze(1), next_obs, terminated.squeeze(1)
 
     def state_dict(self) -> dict:
         """Without a copy of the rows: by way of NumPy, torch.save takes the rows that are in use for all there is."""
-        return {"rows": torch.from_numpy(self.rows[: int(self.size)].cpu().numpy()), "position": self.position.cpu()}
+        rows = self.rows[: int(self.num_written)]
+        return {"rows": torch.from_numpy(rows.cpu().numpy()), "num_written": self.num_written.cpu()}
 
     def load_state_dict(self, state: dict) -> None:
         self.rows[: len(state["rows"])] = state["rows"]
-        self.size.fill_(len(state["rows"]))
-        self.position.copy_(state["position"])
+        self.num_written.copy_(state["num_written"])
 
 
 @torch.no_grad()
@@ -479,13 +479,14 @@ class SyncEnvs:
         return np.array([env.reset(seed=env_seed)[0] for env, env_seed in zip(self.envs, seed, strict=True)]), {}
 
     def step(self, action: np.ndarray):
+        action = action.copy()  # an environment may change or keep its action
         rows, reward, infos = [], np.zeros(len(action)), [{}] * len(action)
-        terminated, truncated = np.zeros((2, len(action)), dtype=bool)
+        terminated, truncated = np.zeros(len(action), dtype=bool), np.zeros(len(action), dtype=bool)
         for i, env in enumerate(self.envs):
             if self.done[i]:
                 obs, _ = env.reset()
-            else:  # a copy of the action, as an environment may change it
-                obs, reward[i], terminated[i], truncated[i], infos[i] = env.step(action[i].copy())
+            else:
+                obs, reward[i], terminated[i], truncated[i], infos[i] = env.step(action[i])
             rows.append(obs)
         self.done = terminated | truncated
         return np.array(rows), reward, terminated, truncated, infos
@@ -525,7 +526,8 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
     """Raise a ValueError at a NaN or infinity; but nobody looks at what follows a termination: there it becomes 0."""
-    if not float(np.vdot(obs, obs)) + float(np.vdot(reward, reward)) < 1e76:  # takes 1 us; float32 ends at 3e38
+    flat = obs.ravel()
+    if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
         obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
         if not (np.abs(obs).max() < 3e38 and np.abs(reward).max() < 3e38):
             raise ValueError("an observation or a reward is NaN or infinite")

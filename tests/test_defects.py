@@ -344,7 +344,7 @@ def test_replay_is_saved_without_a_copy_and_without_empty_rows():
     file.seek(0)
     other = new_buffer(20_000)
     other.load_state_dict(torch.load(file, weights_only=True))
-    assert torch.equal(other.rows, buffer.rows) and other.size == 1000 and other.position == 1000
+    assert torch.equal(other.rows, buffer.rows) and other.num_written == 1000
 
 
 @pytest.mark.parametrize("name", OFF_POLICY)

@@ -40,7 +40,7 @@ def test_buffer_overwrites_the_oldest_rows():
     buffer = new_buffer(5)
     for first, last in (0, 2), (2, 4), (4, 7), (7, 12), (12, 13):
         buffer.add(numbered_rows(first, last))
-        held = sorted(buffer.rows[: int(buffer.size), 0].int().tolist())
+        held = sorted(buffer.rows[: int(buffer.num_written), 0].int().tolist())
         assert held == list(range(max(0, last - 5), last))
 
 
@@ -67,7 +67,7 @@ def test_buffer_goes_on_where_its_checkpoint_ended():
     copy.load_state_dict(buffer.state_dict())
     for b in (buffer, copy):
         b.add(numbered_rows(7, 9))
-    assert torch.equal(buffer.rows, copy.rows) and buffer.position == copy.position and buffer.size == copy.size
+    assert torch.equal(buffer.rows, copy.rows) and buffer.num_written == copy.num_written
 
 
 def test_a_buffer_too_large_for_the_memory_is_refused(capsys):
