@@ -77,7 +77,7 @@ class Args:
 
     # environment
     env_id: str = "HalfCheetah-v4"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several environments it knows
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool where it is faster and knows the id
     sync_envs: bool = False  # step several environments in this process: best where a step takes microseconds
     env_kwargs: str = "{}"  # arguments for its constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps in the whole run, rounded down to whole rollouts
@@ -578,6 +578,13 @@ def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
     fail(f"no environment {env_id} in {' or '.join(libraries)}" + bool(near) * f"; close to it: {', '.join(near)}")
 
 
+def runs_in_process(args: Args, num_envs: int) -> bool:
+    """Whether environments step in this process: a single one and, by default, a few whose step is short."""
+    is_short = args.env_id.startswith(("CartPole-", "MountainCar", "Pendulum-"))
+    by_default = args.env_backend == "auto" and is_short and num_envs <= 8  # to wake a thread takes longer
+    return args.sync_envs or num_envs == 1 or by_default
+
+
 def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.Env:
     """One Gymnasium environment with flat observations (O,). A worker process leaves signals to its parent."""
     if multiprocessing.parent_process() is not None:
@@ -681,7 +688,7 @@ class Envs:
 
     def __init__(self, args: Args, seeds: list[int]):
         self.num_envs, self.seeds, self.infos, self.stop = len(seeds), seeds, defaultdict(list), fail
-        in_process = args.sync_envs or len(seeds) == 1
+        in_process = runs_in_process(args, len(seeds))
         try:
             settings = dict(json.loads(args.env_kwargs))
             warnings.filterwarnings("ignore", ".*precision lowered")  # by EnvPool's spaces
@@ -700,6 +707,8 @@ class Envs:
         except Exception as error:  # whatever a constructor brings up
             fail(f"can't make environment {args.env_id}: {type(error).__name__}: {error}")
         self.action_shape = (len(seeds), *self.action_space.shape)
+        where = "threads" if self.backend == "envpool" else "this process" if in_process else "worker processes"
+        print(f"environments: {len(seeds)} by {self.backend}, in {where}", file=sys.stderr)
         warn_of_pixels(self.observation_space, self.obs_dim)
 
     def flatten(self, obs) -> np.ndarray:

@@ -224,7 +224,7 @@ LAUNCHES = {
     "ppo_continuous_action": [794],
     "ppo": [786],
     "dqn": [47],
-    "sac_continuous_action": [29, 93, 366],
+    "sac_continuous_action": [29, 97, 368],
     "td3_continuous_action": [16, 77, 126],
 }
 
