@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import tyro
-from benchmark_helpers import benchmark, refusal
+from benchmark_helpers import benchmark, benchmark_here, refusal
 
 from benchmarks import gpu
 from benchmarks.common import processes, results, turns
@@ -26,11 +26,12 @@ FILES = {
 
 
 @pytest.fixture
-def dry_run(tmp_path):
+def dry_run(tmp_path, capsys):
     """A stage run at toy size: name -> what it left, by file, and its Markdown."""
 
-    def run(stage: str) -> tuple[dict, str]:
-        done = benchmark("gpu", stage, tmp_path / "out", "--dry-run")
+    def run(stage: str, is_program: bool = False) -> tuple[dict, str]:
+        words = ["gpu", stage, tmp_path / "out", "--dry-run"]
+        done = benchmark(*words) if is_program else benchmark_here(capsys, *words)
         assert done.returncode == 0, done.stderr
         text = (tmp_path / "out" / f"{stage}.md").read_text()
         assert {path.name for path in (tmp_path / "out").iterdir()} == FILES[stage] and len(FILES[stage]) <= 8, text
@@ -41,7 +42,8 @@ def dry_run(tmp_path):
 
 
 def test_dry_run_of_correctness(dry_run):
-    results, text = dry_run("correctness")
+    """As a program, the other stages in this process."""
+    results, text = dry_run("correctness", is_program=True)
     own = results["parity"]["dqn"]["lean"]
     assert own["equal"] and own["weights"] == 0  # the twins are alike
     assert "| `dqn` | yes (0e+00) |" in text
