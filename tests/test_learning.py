@@ -32,7 +32,7 @@ TASKS = {  # settings, the return of doing nothing or of chance, the return to r
         {**PENDULUM, "total_timesteps": 4000, "policy_lr": 3e-3, "q_lr": 3e-3}, -1200, -250,
     ),
     "td3_continuous_action": (
-        {**PENDULUM, "total_timesteps": 5000, "learning_rate": 2e-3, "exploration_noise": 0.3}, -1200, -250,
+        {**PENDULUM, "total_timesteps": 3500, "learning_rate": 2e-3, "exploration_noise": 0.3}, -1200, -250,
     ),
 }  # fmt: skip
 
