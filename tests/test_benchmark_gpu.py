@@ -201,8 +201,9 @@ def test_what_was_measured_until_the_time_is_up_is_kept_and_published(tmp_path, 
     gpu.main(gpu.Options("speed", tmp_path / "out", tuple(pairs_of), time_limit=18.0, dry_run=True))
     assert time.perf_counter() - start < 26
     results = {x["script"]: x["contestants"] for x in json.loads((tmp_path / "out" / "speed.json").read_text())}
-    assert all(250 < own["steps_per_second"] < 550 and len(own["rounds"]) == 2 for own in results["ppo"].values())
-    assert 250 < results["dqn"]["eager"]["steps_per_second"] < 550
+    # Of 500 at most, less on busy cores; what a sleep would take is seen above, where nothing runs beside it
+    assert all(50 < own["steps_per_second"] < 550 and len(own["rounds"]) == 2 for own in results["ppo"].values())
+    assert 50 < results["dqn"]["eager"]["steps_per_second"] < 550
     assert results["dqn"]["lean"]["failed"].startswith("not ready after ")
     assert results["dqn"]["compile"]["failed"] == "ended by itself"
     assert all("not ready after" in own["failed"] for own in results["td3_continuous_action"].values())
