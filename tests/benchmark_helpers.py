@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import __main__ as commands
 from benchmarks.common.programs import ROOT, fields_of
 
 
@@ -50,6 +51,16 @@ def benchmark(name: str, *flags, timeout: float = 300, **options) -> subprocess.
     module = [f"benchmarks.{name}"] if "." in name else ["benchmarks", name]
     command = [sys.executable, "-m", *module, *map(str, flags)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options)
+
+
+def benchmark_here(capture, name: str, *flags) -> subprocess.CompletedProcess:
+    """The same in this process, which has imported it all; `capture` is capsys, or capfd if it starts programs."""
+    capture.readouterr()
+    try:
+        code = commands.main([name, *map(str, flags)])
+    except SystemExit as end:
+        code = end.code
+    return subprocess.CompletedProcess([name, *flags], code or 0, *capture.readouterr())
 
 
 def refusal(function, options, capsys) -> str:

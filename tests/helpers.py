@@ -25,6 +25,8 @@ PAIRS = [(p, p.with_stem(f"{p.stem}_torchcompile")) for p in SCRIPTS if not p.st
 OWN_TESTS = {"ppo_atari_envpool": "test_atari.py"}
 EAGER = [eager.stem for eager, _ in PAIRS if eager.stem not in OWN_TESTS]
 COMPILED = [f"{name}_torchcompile" for name in EAGER]
+# On-policy, with a pool of workers, off-policy: what plumbing does, one text in all scripts, is shown by these for all
+ONE_OF_EACH_KIND = ["ppo", "ppo_env_pool", "dqn"]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 sys.path.insert(0, str(ROOT / "scripts"))  # worker processes get this path too, and find the script by its name

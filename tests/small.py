@@ -8,7 +8,7 @@ OFF_POLICY = {"total_timesteps": 400, "learning_starts": 100, "buffer_size": 250
 # One worker, forked: it knows what a test has changed in this process, and starts in no time
 POOL = {"num_workers": 1, "ready_batch": 0, "start_method": "fork"}
 # By these SAC and TD3 learn in little time
-FAST = {"gamma": 0.9, "tau": 0.02, "batch_size": 64}
+FAST = {"gamma": 0.9, "tau": 0.02}
 
 SMALL = {
     "ppo_env_pool": {"env_id": "tiny_envs:Reach-v0", **POOL, **ON_POLICY},

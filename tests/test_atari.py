@@ -27,7 +27,8 @@ SMALL = {
     "env_id": "Breakout-v5", "num_envs": 2, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2,
     "total_timesteps": 128, "device": "cpu", "tensorboard": False,
 }  # fmt: skip
-UNCOMPILED = {EAGER: {}, COMPILED: {"compile": False}}
+# What is learnt is shown by the eager script: in test_graphs.py its uncompiled twin computes the same to the last bit,
+# resumed too
 each_script = pytest.mark.parametrize("name", [EAGER, COMPILED])
 
 
@@ -196,10 +197,9 @@ def test_policy_sees_the_stacks_of_envpool(play, monkeypatch, async_envs):
     assert games.game_over.any() and (games.terminated & ~games.game_over).any()
 
 
-@each_script
-def test_nothing_is_learnt_from_a_reset(train, monkeypatch, name):
+def test_nothing_is_learnt_from_a_reset(train, monkeypatch):
     """Its row shows the last frame of the game that is over, which so makes no difference to anything."""
-    runs, recv, spoilt = [], load(name).Envs.recv, []
+    runs, recv, spoilt = [], SCRIPT.Envs.recv, []
     for value in (0, 200):
 
         def spoil(self, pool, value=value):
@@ -209,19 +209,18 @@ def test_nothing_is_learnt_from_a_reset(train, monkeypatch, name):
             spoilt.extend(np.flatnonzero(game_over))
             return frame, row
 
-        monkeypatch.setattr(load(name).Envs, "recv", spoil)
-        runs.append(train(name, num_steps=64, num_envs=4, total_timesteps=1024, update_epochs=1, **UNCOMPILED[name]))
+        monkeypatch.setattr(SCRIPT.Envs, "recv", spoil)
+        runs.append(train(num_steps=64, num_envs=4, total_timesteps=1024, update_epochs=1))
     assert len(spoilt) >= 4 and runs[0].metrics() == runs[1].metrics()
 
 
-@each_script
-def test_first_update_sees_the_policy_that_collected(train, name):
+def test_first_update_sees_the_policy_that_collected(train):
     """The log-probabilities and stacks of a rollout are those of its batch: the ratio is 1 in the first minibatch.
 
     Not by a policy that stays the same: after an update it is the new one that collects.
     """
     settings = {"num_minibatches": 1, "update_epochs": 1, "learning_rate": 1e-2}
-    lines = train(name, **settings, **UNCOMPILED[name]).lines
+    lines = train(**settings).lines
     assert len({line["losses/entropy"] for line in lines}) == len(lines) > 2
     for line in lines:
         assert abs(line["losses/approx_kl"]) < 1e-5 and abs(line["losses/old_approx_kl"]) < 1e-4
@@ -387,30 +386,27 @@ def resident_pages() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1])
 
 
-@each_script
-def test_freed_memory_stays_with_the_process(train, name):
+def test_freed_memory_stays_with_the_process(train):
     """64 MB are more than the C library would keep by itself; to fetch them anew at each minibatch takes long."""
-    train(name, **UNCOMPILED[name])
+    train(total_timesteps=32)
     array = torch.ones(2**24)
     pages = resident_pages()
     del array
     assert resident_pages() > pages - 1000
 
 
-@each_script
-def test_same_seed_same_run(train, name):
-    first, second, other = (train(name, seed=seed, **UNCOMPILED[name]) for seed in (1, 1, 2))
+def test_same_seed_same_run(train):
+    first, second, other = (train(seed=seed) for seed in (1, 1, 2))
     assert first.metrics() == second.metrics() != other.metrics()
     assert all(math.isfinite(x) for line in first.lines for x in line.values())
-    assert set(load(name).METRICS) <= first.lines[-1].keys()
+    assert set(SCRIPT.METRICS) <= first.lines[-1].keys()
     config = json.loads((first.run_dir / "config.json").read_text())
-    assert config["script"] == f"{name}.py" and config["args"]["env_id"] == "Breakout-v5"
+    assert config["script"] == f"{EAGER}.py" and config["args"]["env_id"] == "Breakout-v5"
 
 
-@each_script
-def test_stopped_run_goes_on(train, monkeypatch, tmp_path, name):
+def test_stopped_run_goes_on(train, monkeypatch, tmp_path):
     """By a signal in its second rollout, which does not count; all goes on from the end of the first."""
-    send, count = load(name).Envs.send, []
+    send, count = SCRIPT.Envs.send, []
 
     def stop(self, pool, action):
         count.append(pool)
@@ -419,12 +415,12 @@ def test_stopped_run_goes_on(train, monkeypatch, tmp_path, name):
         send(self, pool, action)
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
-        patch.setattr(load(name).Envs, "send", stop)
-        train(name, **UNCOMPILED[name])
+        patch.setattr(SCRIPT.Envs, "send", stop)
+        train()
     assert end.value.code == 128 + signal.SIGTERM
     stopped = helpers.outcome(tmp_path / "run0")
     assert len(stopped.lines) == stopped.checkpoint["iteration"] == 1
-    resumed = helpers.resume(name, stopped.run_dir)
+    resumed = helpers.resume(EAGER, stopped.run_dir)
     assert resumed.lines[:1] == stopped.lines and len(resumed.lines) == 4
     assert helpers.adam_steps(resumed.checkpoint["optimizer"]) == 4 * 2 * 2
     rates = [line["charts/learning_rate"] for line in resumed.lines]

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmark_helpers import ROOT, benchmark
+from benchmark_helpers import ROOT, benchmark, benchmark_here
 
 from benchmarks import __main__ as commands
 from benchmarks.tools import diff
@@ -101,15 +101,15 @@ def test_what_a_machine_lacks_is_said_before_it_is_imported(tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in commands.COMMANDS if name != "demo"])
-def test_help_says_what_it_measures_how_long_it_takes_and_what_it_leaves(name):
-    done = benchmark(name, "--help")
+def test_help_says_what_it_measures_how_long_it_takes_and_what_it_leaves(capsys, name):
+    done = benchmark_here(capsys, name, "--help")
     text = " ".join(done.stdout.replace("│", " ").split())
     assert done.returncode == 0 and f"./run.sh {name}" in text
     for word in ("Measures", "Takes", "Leaves"):
         assert f"{word}: " in text, word
 
 
-def test_a_pair_is_shown_hunk_by_hunk():
+def test_a_pair_is_shown_hunk_by_hunk(capsys):
     done = benchmark("diff", "ppo")
     assert done.returncode == 0 and "\033[" not in done.stdout
     text = (Path(ROOT) / "scripts" / "ppo_torchcompile.py").read_text()
@@ -119,4 +119,4 @@ def test_a_pair_is_shown_hunk_by_hunk():
     assert "+    compile: bool = True" in "\n".join(added)
     assert "── train, line " in done.stdout
     assert "\033[32m+    compile: bool = True" in diff.render("ppo", is_coloured=True)
-    assert benchmark("diff", "sarsa").stderr.startswith("error: no pair sarsa; there are dqn")
+    assert benchmark_here(capsys, "diff", "sarsa").stderr.startswith("error: no pair sarsa; there are dqn")

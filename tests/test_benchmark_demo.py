@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from benchmark_helpers import ROOT, benchmark
+from benchmark_helpers import ROOT, benchmark, benchmark_here
 
 from benchmarks.common import runs
 from benchmarks.tools import demo
@@ -23,7 +23,7 @@ def test_demo_ends_with_curve_and_summary(tmp_path):
     assert "mean of the last 5 episodes" in done.stdout and "steps/s" in done.stdout
 
 
-def test_demo_stopped_says_how_to_go_on_and_goes_on(tmp_path):
+def test_demo_stopped_says_how_to_go_on_and_goes_on(tmp_path, capfd):
     folder = tmp_path / "run"
     program = [sys.executable, "-m", "benchmarks", "demo", "--total-timesteps", "100_000"]
     command = [*program, f"--run_dir={folder}", *SMALL]
@@ -35,12 +35,12 @@ def test_demo_stopped_says_how_to_go_on_and_goes_on(tmp_path):
     assert process.returncode == 128 + signal.SIGTERM
     assert f"./run.sh demo --resume {folder}" in output
     assert (folder / "checkpoint.pt").exists() and (folder / "learning_curve.png").exists()
-    bad = benchmark("demo", "--resume", folder, "--gamma", "0.5")
+    bad = benchmark_here(capfd, "demo", "--resume", folder, "--gamma", "0.5")
     assert bad.returncode == 2 and "error: --gamma" in bad.stderr
 
 
-def test_demo_hands_on_help():
-    shown = benchmark("demo", "--help")
+def test_demo_hands_on_help(capfd):
+    shown = benchmark_here(capfd, "demo", "--help")
     assert shown.returncode == 0 and "--num-minibatches" in shown.stdout
 
 

@@ -14,7 +14,7 @@ import helpers
 import pytest
 import torch
 import tyro
-from benchmark_helpers import ROOT, benchmark, make_line, make_run, refusal, toy_flags
+from benchmark_helpers import ROOT, benchmark, benchmark_here, make_line, make_run, refusal, toy_flags
 
 from benchmarks.common.programs import SCRIPTS, load_script
 from benchmarks.tools import evaluate, follow
@@ -87,10 +87,10 @@ def test_a_checkpoint_that_does_not_fit(run_dir, tmp_path, refused):
     assert "does not fit" in refused(other)
 
 
-def test_bad_flags(run_dir, refused, tmp_path):
+def test_bad_flags(run_dir, refused, tmp_path, capsys):
     assert "--episodes" in refused(run_dir, episodes=0)
     assert "no script" in refused(run_dir, script=Path("nowhere.py"))
-    done = benchmark("evaluate", tmp_path / "missing")
+    done = benchmark_here(capsys, "evaluate", tmp_path / "missing")
     assert done.returncode == 2 and done.stderr == f"error: there is no folder {tmp_path / 'missing'}\n"
 
 
@@ -136,7 +136,7 @@ def start():
         process.wait()
 
 
-def test_a_run_is_followed_until_it_has_ended(tmp_path, start):
+def test_a_run_is_followed_until_it_has_ended(tmp_path, start, monkeypatch):
     """From its first checkpoint to its last, in a process beside that of the training."""
     folder = tmp_path / "run"
     flags = [*toy_flags("ppo", total=10**8), "--checkpoint-every=2000", f"--run-dir={folder}"]
@@ -160,7 +160,9 @@ def test_a_run_is_followed_until_it_has_ended(tmp_path, start):
     assert all(before["seconds"] < after["seconds"] for before, after in itertools.pairwise(lines))
     assert f"step {last:,}: " in output and (folder / "evaluation.png").stat().st_size > 1000
     # Once more: there is nothing left to play, and what was played is kept
-    assert benchmark("evaluate", folder, "--follow").returncode == 0 and evaluations(folder) == lines
+    monkeypatch.setattr(follow.os, "nice", lambda _: 0)  # which could not be taken back
+    evaluate.main(evaluate.Options(folder, follow=True))
+    assert evaluations(folder) == lines
 
 
 def test_who_only_reads_a_log_is_no_run(run_dir):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import tyro
-from benchmark_helpers import benchmark, refusal
+from benchmark_helpers import benchmark, benchmark_here, refusal
 
 from benchmarks import gpu
 from benchmarks.common import processes, results, turns
@@ -26,11 +26,12 @@ FILES = {
 
 
 @pytest.fixture
-def dry_run(tmp_path):
+def dry_run(tmp_path, capsys):
     """A stage run at toy size: name -> what it left, by file, and its Markdown."""
 
-    def run(stage: str) -> tuple[dict, str]:
-        done = benchmark("gpu", stage, tmp_path / "out", "--dry-run")
+    def run(stage: str, is_program: bool = False) -> tuple[dict, str]:
+        words = ["gpu", stage, tmp_path / "out", "--dry-run"]
+        done = benchmark(*words) if is_program else benchmark_here(capsys, *words)
         assert done.returncode == 0, done.stderr
         text = (tmp_path / "out" / f"{stage}.md").read_text()
         assert {path.name for path in (tmp_path / "out").iterdir()} == FILES[stage] and len(FILES[stage]) <= 8, text
@@ -41,7 +42,8 @@ def dry_run(tmp_path):
 
 
 def test_dry_run_of_correctness(dry_run):
-    results, text = dry_run("correctness")
+    """As a program, the other stages in this process."""
+    results, text = dry_run("correctness", is_program=True)
     own = results["parity"]["dqn"]["lean"]
     assert own["equal"] and own["weights"] == 0  # the twins are alike
     assert "| `dqn` | yes (0e+00) |" in text
@@ -199,8 +201,9 @@ def test_what_was_measured_until_the_time_is_up_is_kept_and_published(tmp_path, 
     gpu.main(gpu.Options("speed", tmp_path / "out", tuple(pairs_of), time_limit=18.0, dry_run=True))
     assert time.perf_counter() - start < 26
     results = {x["script"]: x["contestants"] for x in json.loads((tmp_path / "out" / "speed.json").read_text())}
-    assert all(250 < own["steps_per_second"] < 550 and len(own["rounds"]) == 2 for own in results["ppo"].values())
-    assert 250 < results["dqn"]["eager"]["steps_per_second"] < 550
+    # Of 500 at most, less on busy cores; what a sleep would take is seen above, where nothing runs beside it
+    assert all(50 < own["steps_per_second"] < 550 and len(own["rounds"]) == 2 for own in results["ppo"].values())
+    assert 50 < results["dqn"]["eager"]["steps_per_second"] < 550
     assert results["dqn"]["lean"]["failed"].startswith("not ready after ")
     assert results["dqn"]["compile"]["failed"] == "ended by itself"
     assert all("not ready after" in own["failed"] for own in results["td3_continuous_action"].values())

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from benchmark_helpers import benchmark, make_line, make_run, refusal
+from benchmark_helpers import benchmark, benchmark_here, make_line, make_run, refusal
 
 from benchmarks.common.programs import ROOT
 from benchmarks.learning import sweep
@@ -25,7 +25,7 @@ def states(out: Path) -> list[tuple[str, str]]:
     return [(line["run"][-1], line["state"]) for line in sweep.read_journal(out / "journal.jsonl")[1:]]
 
 
-def test_sweep_from_end_to_end(tmp_path):
+def test_sweep_from_end_to_end(tmp_path, capsys):
     flags = [*PPO, "--seeds", 1, 2, "--total-timesteps", 2000, "--jobs", 2, SMALL, "--out", tmp_path]
     done = benchmark("sweep", *flags)
     assert done.returncode == 0, done.stderr
@@ -36,19 +36,19 @@ def test_sweep_from_end_to_end(tmp_path):
     }  # fmt: skip
     assert sorted(states(tmp_path)) == sorted((s, x) for s in "12" for x in ("started", "finished"))
 
-    again = benchmark("sweep", *flags)
+    again = benchmark_here(capsys, "sweep", *flags)
     assert again.returncode == 2 and "--resume goes on with it" in again.stderr
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("metrics.jsonl")}
-    resumed = benchmark("sweep", "--resume", "--out", tmp_path)  # what it was to do lies in its journal
+    resumed = benchmark_here(capsys, "sweep", "--resume", "--out", tmp_path)  # what it was to do lies in its journal
     assert resumed.returncode == 0 and len(states(tmp_path)) == 4
     assert "1 script x 1 variant x 2 seeds = 2 runs of 2,000 steps, 1 at a time; 2 of them finished" in resumed.stderr
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("metrics.jsonl")}
-    other = benchmark("sweep", *PPO, "--total-timesteps", 99, "--resume", "--out", tmp_path)
+    other = benchmark_here(capsys, "sweep", *PPO, "--total-timesteps", 99, "--resume", "--out", tmp_path)
     assert other.returncode == 2 and other.stderr.count("\n") == 1
     assert "--total-timesteps: a resumed sweep keeps its settings, 2000; leave" in other.stderr
 
 
-def test_after_sigkill_finished_runs_are_not_run_again(tmp_path):
+def test_after_sigkill_finished_runs_are_not_run_again(tmp_path, capsys):
     flags = [*PPO, "--seeds", "1", "2", "--total-timesteps", "8000", SMALL, "--out", str(tmp_path)]
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks", "sweep", *flags], cwd=ROOT, stderr=subprocess.DEVNULL
@@ -67,28 +67,29 @@ def test_after_sigkill_finished_runs_are_not_run_again(tmp_path):
     with (tmp_path / "journal.jsonl").open("a") as file:
         file.write('{"run": "CartPole-v1__ppo__eager__2", "sta')  # as if cut off in the middle of a line
 
-    done = benchmark("sweep", "--resume", "--out", tmp_path)
+    done = benchmark_here(capsys, "sweep", "--resume", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert states(tmp_path)[3:] == [("2", "started"), ("2", "finished")]
     assert sweep.last_step(log) > 7000 and "2 of 2 runs finished" in done.stdout
 
 
-def test_failed_runs_are_shown_and_run_again(tmp_path):
+def test_failed_runs_are_shown_and_run_again(tmp_path, capsys):
     flags = ["--scripts", "ppo", "--seeds", 1, "--total-timesteps", 2000, "--out", tmp_path, "--jobs", 2, SMALL]
-    done = benchmark("sweep", *flags, "--variants", "eager", "--env-ids", "CartPole-v1", "NoSuchEnv-v0")
+    ids = ["--env-ids", "CartPole-v1", "NoSuchEnv-v0"]
+    done = benchmark_here(capsys, "sweep", *flags, "--variants", "eager", *ids)
     assert done.returncode == 1
     assert re.search(
         r"NoSuchEnv-v0__ppo__eager__1, exit code 2; its last lines:\n    error: .*NoSuchEnv-v0", done.stdout
     )
     assert "1 of 2 runs finished" in done.stdout
-    again = benchmark("sweep", "--resume", "--out", tmp_path)
+    again = benchmark_here(capsys, "sweep", "--resume", "--out", tmp_path)
     assert again.returncode == 1 and "1 of 2 runs finished" in again.stdout
     assert [state for _, state in states(tmp_path)][-2:] == ["started", "failed"]
 
 
-def test_time_limit_and_ctrl_c(tmp_path):
+def test_time_limit_and_ctrl_c(tmp_path, capsys):
     flags = [*PPO, "--seeds", "1", "--total-timesteps", "10000000", SMALL]
-    done = benchmark("sweep", *flags, "--timeout", 4, "--out", tmp_path / "limit")
+    done = benchmark_here(capsys, "sweep", *flags, "--timeout", 1, "--out", tmp_path / "limit")
     assert done.returncode == 1 and "its time limit" in done.stdout + done.stderr
     out = tmp_path / "stopped"
     command = [sys.executable, "-m", "benchmarks", "sweep", *flags, "--out", str(out)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from benchmark_helpers import benchmark, refusal, toy_flags
+from benchmark_helpers import benchmark, benchmark_here, refusal, toy_flags
 
 from benchmarks.common import processes, results, runs
 from benchmarks.common.programs import PEERS, SCRIPTS, load_script
@@ -52,9 +52,9 @@ def test_throughput_from_end_to_end(tmp_path):
     assert text in done.stdout and "| eager |" in text and str(tmp_path) not in text
 
 
-def test_a_contestant_that_fails_is_shown_and_the_others_count(tmp_path):
+def test_a_contestant_that_fails_is_shown_and_the_others_count(tmp_path, capsys):
     arguments = ["--scripts", "ppo", "--variants", "eager", "--rounds", 1, "--seconds", 0.1, "--window", 0.05]
-    done = benchmark("throughput", *arguments, "--no-ceilings", "--flags=--gamma 7", "--out", tmp_path)
+    done = benchmark_here(capsys, "throughput", *arguments, "--no-ceilings", "--flags=--gamma 7", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "error: --gamma must be at least 0 and at most 1" in done.stdout + done.stderr
     result = json.loads((tmp_path / "ppo_gamma_7.json").read_text())

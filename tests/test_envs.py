@@ -6,7 +6,7 @@ import pytest
 import tiny_envs
 import torch
 from gymnasium.spaces import Box
-from helpers import EAGER, discrete, has_pool, load, on_policy
+from helpers import EAGER, ONE_OF_EACH_KIND, discrete, has_pool, load, on_policy
 from small import SMALL
 
 ENVS = load("ppo_continuous_action")  # of which script does not matter: Envs has the same text in all
@@ -186,7 +186,7 @@ class Stop(Exception):
     pass
 
 
-@each_script
+@pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
 def test_no_two_seeds_share_a_stream(monkeypatch, name):
     """Environments of runs with different seeds, and of a resumed run, get seeds of their own, of 31 bits."""
     script, streams = load(name), []
@@ -213,13 +213,14 @@ PPO = {
     "anneal_lr": False, "clip_vloss": False, "max_grad_norm": 10.0,
 }  # fmt: skip
 OFF_POLICY = {"total_timesteps": 1500, "learning_starts": 100, "buffer_size": 2000}
+ACTOR_CRITIC = OFF_POLICY | {"total_timesteps": 600, "batch_size": 64}
 LEARN_VALUE = {
     "ppo_continuous_action": PPO,
     "ppo": PPO,
     "ppo_env_pool": PPO,
     "dqn": {"train_frequency": 1, "target_network_frequency": 25, "learning_rate": 3e-3, **OFF_POLICY},
-    "sac_continuous_action": {"tau": 0.2, "autotune": False, "alpha": 1e-3, **OFF_POLICY, "total_timesteps": 600},
-    "td3_continuous_action": {"tau": 0.4, "learning_rate": 1e-3, **OFF_POLICY, "total_timesteps": 600},
+    "sac_continuous_action": {"tau": 0.2, "autotune": False, "alpha": 1e-3, **ACTOR_CRITIC},
+    "td3_continuous_action": {"tau": 0.4, "learning_rate": 1e-3, **ACTOR_CRITIC},
 }
 
 

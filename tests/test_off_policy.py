@@ -128,7 +128,6 @@ def test_dqn_target_is_copied_when_due(train):
     assert torch.equal(after["network"]["net.0.weight"], after["target_network"]["net.0.weight"])
 
 
-@pytest.mark.parametrize("twin", ["", "_torchcompile"])
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -140,16 +139,14 @@ def test_dqn_target_is_copied_when_due(train):
         ("sac_continuous_action", {"target_network_frequency": 2}),
         ("sac_continuous_action", {"matmul_precision": "medium"}),
         ("sac_continuous_action", {"num_envs": 16, "sync_envs": True}),
-        ("sac_continuous_action", {"env_id": "tiny_envs:Same-v0"}),
         ("td3_continuous_action", {"policy_frequency": 1}),
         ("td3_continuous_action", {"policy_frequency": 3}),
-        ("td3_continuous_action", {"matmul_precision": "medium"}),
         ("td3_continuous_action", {"num_envs": 16, "sync_envs": True}),
-        ("td3_continuous_action", {"env_id": "tiny_envs:Same-v0"}),
     ],
 )
-def test_flags_work_past_learning_starts(train, name, settings, twin):
-    run = train(name + twin, **settings, **({"compile": False} if twin else {}))
+def test_flags_work_past_learning_starts(train, name, settings):
+    """Of compiled scripts test_pairs.py shows that they compute the same by the flags that their graphs depend on."""
+    run = train(name, **settings, total_timesteps=200)
     torch.set_float32_matmul_precision("highest")
     losses = [tag for tag in run.lines[-1] if tag.startswith("losses/")]
     assert losses == list(load(name).METRICS)

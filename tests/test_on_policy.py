@@ -1,19 +1,13 @@
-"""What PPO's own settings do, in both twins."""
+"""What PPO's own settings do. Of compiled scripts test_pairs.py shows that they compute the same."""
 
 import pytest
-from helpers import COMPILED, EAGER, adam_steps, load, on_policy
+from helpers import EAGER, adam_steps, load, on_policy
 from small import SMALL
 
 SETTINGS = SMALL["ppo"]
 ROLLOUTS = SETTINGS["total_timesteps"] // SETTINGS["num_steps"]
 
-each_script = pytest.mark.parametrize("name", [name for name in EAGER + COMPILED if on_policy(name)])
-
-
-@pytest.fixture
-def train(train):
-    """The twins share the loop, which is what is tested here."""
-    return lambda name, **settings: train(name, **settings, **({"compile": False} if name in COMPILED else {}))
+each_script = pytest.mark.parametrize("name", [name for name in EAGER if on_policy(name)])
 
 
 def updates(run) -> int:

@@ -15,10 +15,11 @@ import pytest
 import tiny_envs
 import torch
 import tyro
-from helpers import COMPILED, EAGER, discrete, has_pool, load, on_policy
+from helpers import COMPILED, EAGER, ONE_OF_EACH_KIND, discrete, has_pool, load, on_policy
 from small import SMALL
 
 each_script = pytest.mark.parametrize("name", EAGER)
+each_kind = pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
 
 
 def command(name: str, *arguments: str) -> Path:
@@ -102,7 +103,7 @@ def events(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(x.step, x.value) for x in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
 
 
-@each_script
+@each_kind
 def test_tensorboard_has_what_the_log_has(train, name):
     run = train(name, tensorboard=True)
     found = events(run.run_dir)
@@ -126,15 +127,16 @@ def test_checkpoints_come_as_often_as_asked(train, monkeypatch, name):
 # The same numbers again
 
 
-@pytest.mark.parametrize("name", EAGER + COMPILED)
+@each_script
 def test_same_seed_same_run(train, small_run, name):
+    """For compiled scripts, see test_pairs.py."""
     first, second = small_run(name), train(name)
     assert second.metrics() == first.metrics()
     for (path, a), (_, b) in zip(tensors(first.checkpoint), tensors(second.checkpoint), strict=True):
         assert same(a, b) or path in ("/seconds", "/args/run_dir"), path
 
 
-@each_script
+@each_kind
 def test_other_seed_other_run(train, small_run, name):
     first, second = small_run(name).metrics(), train(name, seed=2).metrics()
     assert all(a != b for a, b in zip(first, second, strict=False))
@@ -149,8 +151,7 @@ def test_same_seed_same_run_in_envpool(train):
 # Stopping and going on
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-@each_script
+@pytest.mark.parametrize(("name", "signum"), [*((name, signal.SIGTERM) for name in EAGER), ("dqn", signal.SIGINT)])
 def test_signal_ends_the_run_with_a_checkpoint_of_that_moment(train, monkeypatch, tmp_path, capsys, name, signum):
     monkeypatch.setattr(tiny_envs, "EVENT", f"{signum.name}@203")
     with pytest.raises(SystemExit) as end:
@@ -198,7 +199,7 @@ def test_resumed_run_is_the_uninterrupted_run(train, monkeypatch, tmp_path, name
     assert set(timeless) <= set(resumed.steps())
 
 
-@pytest.mark.parametrize("name", [name for name in EAGER if not has_pool(name)])
+@pytest.mark.parametrize("name", ["ppo", "dqn"])
 def test_killed_run_goes_on_from_its_last_checkpoint(train, tmp_path, name):
     """Killed at a moment of its own choice by SIGKILL, with a line cut in half as a full disk does it."""
     arguments = helpers.flags(name, checkpoint_every=120, run_dir="run")
@@ -240,7 +241,7 @@ def test_resumed_run_goes_on_with_its_tensorboard_events(train, monkeypatch, tmp
     assert [step for step, _ in events(run.run_dir)["charts/SPS"]] == resumed.steps()
 
 
-@each_script
+@each_kind
 def test_resuming_a_finished_run_changes_nothing(train, name):
     run = train(name)
     before = contents(run.run_dir)
@@ -459,7 +460,7 @@ def test_run_of_another_script_is_not_resumed(resume_refused, small_run, name):
             assert f"{other}.py" in resume_refused(name, small_run(other).run_dir)
 
 
-@each_script
+@each_kind
 def test_resumed_run_keeps_its_settings(resume_refused, train, monkeypatch, name):
     """A setting that is given counts, also if it is the default."""
     folder = train(name, seed=7).run_dir
@@ -469,7 +470,7 @@ def test_resumed_run_keeps_its_settings(resume_refused, train, monkeypatch, name
     assert "--total-timesteps" in resume_refused(name, folder, "--total-timesteps", "64")
 
 
-@each_script
+@each_kind
 def test_finished_run_is_made_longer(train, capsys, name):
     run = train(name)
     command(name, "--resume", str(run.run_dir))
