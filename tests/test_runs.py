@@ -469,6 +469,21 @@ def test_resumed_run_keeps_its_settings(resume_refused, train, monkeypatch, name
     assert "--total-timesteps" in resume_refused(name, folder, "--total-timesteps", "64")
 
 
+def test_flags_of_cleanrl(monkeypatch, capsys):
+    """One that has the like is understood; the others are refused with what there is instead. Values are left alone."""
+    script = load("dqn")
+    for typed, understood in (("--no-cuda --seed 2", ["--device=cpu", "--seed", "2"]), ("--exp-name save-model", None)):
+        monkeypatch.setattr("sys.argv", ["dqn.py", *typed.split()])
+        assert script.typed_flags() == (understood or typed.split())
+    refused = {"--capture_video": "evaluate RUN_DIR --video", "--no-save-model": "checkpoint.pt"}
+    for typed, ours in (refused | {"--torch-deterministic=True": "on a CPU"}).items():
+        monkeypatch.setattr("sys.argv", ["dqn.py", "--seed", "1", typed])
+        with pytest.raises(SystemExit) as end:
+            script.typed_flags()
+        line = capsys.readouterr().err
+        assert end.value.code == 2 and line.startswith("error: --") and line.count("\n") == 1 and ours in line
+
+
 @each_script
 def test_finished_run_is_made_longer(train, capsys, name):
     run = train(name)
