@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal, NoReturn
 
+from benchmarks.common.pairs import TABLE
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 SUFFIX = "_torchcompile"
@@ -38,8 +40,8 @@ def pairs() -> list[str]:
 
 
 def has_peers(script: str) -> bool:
-    """Whether other libraries can train as a script does: they have no pool that does not wait for all."""
-    return not hasattr(load_script(SCRIPTS / f"{script}.py"), "Pool")
+    """Whether other libraries can train as a script does."""
+    return script in TABLE and TABLE[script].peers is not None
 
 
 def check_known(kind: str, names: list[str] | tuple[str, ...], known: list[str]) -> None:

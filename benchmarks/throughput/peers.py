@@ -24,6 +24,7 @@ from unittest import mock
 import numpy as np
 import tyro
 
+from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import (
     PEERS,
     SCRIPTS,
@@ -125,7 +126,7 @@ DIFFERENCES = {
 
 def differences(script: str, names: list[str]) -> dict[str, str]:
     """What is not as in a script, by peer, of those among the names."""
-    algorithm = script.split("_")[0]
+    algorithm = TABLE[script].peers
     return {name: DIFFERENCES[name][algorithm] for name in names if algorithm in DIFFERENCES.get(name, {})}
 
 
@@ -253,7 +254,7 @@ def train(peer: str, script: str, flags: list[str]) -> Path:
     write_config(folder, peer, script, args)
 
     envs = make_envs(module, args, normalize=script == "ppo_continuous_action")
-    model = make_model(peer, script.split("_")[0], args, envs)
+    model = make_model(peer, TABLE[script].peers, args, envs)
     # A line for each rollout of PPO, which is when rollouts start; else as often as the script writes one
     model.learn(args.total_timesteps, callback=make_log(folder, getattr(args, "log_every", 1)))
     envs.close()
