@@ -26,6 +26,7 @@ VARIANTS = {
 }
 Variant = Literal["eager", "lean", "compile", "cudagraphs", "compile+cudagraphs"]  # a key of VARIANTS
 PEERS = {"sb3": "stable_baselines3", "sbx": "sbx"}  # the module that each needs
+AT_DEFAULTS = "-defaults"  # behind the name of a peer: by its own settings instead of the script's
 
 
 def fail(message: str) -> NoReturn:
@@ -51,6 +52,13 @@ def check_known(kind: str, names: list[str] | tuple[str, ...], known: list[str])
         fail(f"no {kind} {', '.join(unknown)}; there are {', '.join(known)}")
 
 
+def check_installed(peers: tuple[str, ...]) -> None:
+    """Refuse peers that are not installed."""
+    absent = [peer for peer in peers if importlib.util.find_spec(PEERS[peer]) is None]
+    if absent:
+        fail(f"{', '.join(absent)} not installed: pip install -r requirements/requirements-benchmark.txt")
+
+
 def check_positive(options, *names: str) -> None:
     """Refuse options that must be more than 0 and are not."""
     for name in names:
@@ -68,7 +76,7 @@ def default_variants() -> list[str]:
 
 def command(script: str, variant: str) -> list[str]:
     """The command line of a variant, or of a peer, of the pair `script`; to be run in the root of the repository."""
-    if variant in PEERS:
+    if variant.removesuffix(AT_DEFAULTS) in PEERS:
         return [sys.executable, "-m", "benchmarks.throughput.peers", variant, script]
     suffix, flags = VARIANTS[variant]
     return [sys.executable, str(SCRIPTS / f"{script}{suffix}.py"), *flags]

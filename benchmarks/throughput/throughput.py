@@ -10,7 +10,6 @@ Takes: at the defaults about five minutes for each variant or peer of each scrip
 Leaves: in --out one JSON file for each script and, of all that lie there, throughput.md and throughput.png.
 """
 
-import importlib.util
 import json
 import re
 import shlex
@@ -32,6 +31,7 @@ from benchmarks.common.programs import (
     SCRIPTS,
     VARIANTS,
     Variant,
+    check_installed,
     check_known,
     check_positive,
     command,
@@ -345,9 +345,7 @@ def check(options: Options) -> list[str]:
     check_positive(options, "rounds", "seconds", "window", "timeout")
     if options.whole_steps < 0:
         fail("--whole-steps must be 0 or more")
-    absent = [peer for peer in options.peers if importlib.util.find_spec(PEERS[peer]) is None]
-    if absent:
-        fail(f"{', '.join(absent)} not installed: pip install -r requirements/requirements-benchmark.txt")
+    check_installed(options.peers)
     make_folder(options.out)
     return list(options.scripts) or pairs()
 
