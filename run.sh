@@ -14,6 +14,8 @@ usage: ./run.sh COMMAND [FLAGS]
   report RUNS...        table, learning curves and verdicts from run folders; --out DIR
   throughput [FLAGS]    measure steady steps/s of each script and variant; --scripts, --variants, --rounds, --seconds,
                         --peers sb3 sbx to measure Stable-Baselines3 and SBX beside them
+  time-to-score [FLAGS] measure how long each takes to a good policy, compiling included; --tasks, --variants, --peers
+  speedrun PAIR ENV     measure how long settings of one's own take to it, for the board; --score, --flags="...", --name
   inference [FLAGS]     measure how fast each network acts, by each way to run it; --networks, --paths, --batch-sizes
   rollout [FLAGS]       measure how fast environments are sampled, the policy compiled or not; --compile-actor
   env-pools [FLAGS]     measure pools of slow Python environments beside their models; --parts, --sizes, --rounds
@@ -70,7 +72,7 @@ command=${1:-help}
 [ $# -eq 0 ] || shift
 case $command in
   demo | diff | evaluate | readme | report | stale | sweep) install requirements ;;
-  env-pools) install requirements-benchmark ;;
+  env-pools | speedrun | time-to-score) install requirements-benchmark ;;
   inference | rollout)
     # By default all ways to act are measured, and onnxruntime is one of them
     case " $* " in

@@ -20,9 +20,11 @@ COMMANDS = {
     "readme": "benchmarks.tools.readme",
     "report": "benchmarks.learning.report",
     "rollout": "benchmarks.acting.rollout",
+    "speedrun": "benchmarks.learning.speedrun",
     "stale": "benchmarks.tools.stale",
     "sweep": "benchmarks.learning.sweep",
     "throughput": "benchmarks.throughput.throughput",
+    "time-to-score": "benchmarks.learning.time_to_score",
 }
 NEEDED = ("torch", "tensordict", "gymnasium", "numpy", "tyro", "tqdm", "matplotlib")  # by all that is imported here
 

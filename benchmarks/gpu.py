@@ -30,6 +30,7 @@ from tqdm import tqdm
 from benchmarks.acting import inference, rollout
 from benchmarks.acting.networks import NETWORKS
 from benchmarks.common import plots, processes, turns
+from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import check_known, check_positive, command, endless_flags, fail, pairs
 from benchmarks.common.results import (
     describe,
@@ -43,7 +44,7 @@ from benchmarks.common.results import (
 )
 from benchmarks.throughput import device_use, gpu_speed, leanrl, parity, throughput
 
-FIRST = ("ppo_continuous_action", "sac_continuous_action", "td3_continuous_action", "ppo_atari_envpool", "dqn", "ppo")
+FIRST = tuple(TABLE)  # pairs, in this order
 COMPARED = ("compile+cudagraphs", "compile", "cudagraphs", "lean")  # with eager, the most important first
 # Of the ways to run a network those that can be compiled in time
 PATHS = ("eager", "inductor", "inductor/reduce-overhead", "CudaGraphModule", "inductor+CudaGraphModule", "aoti")

@@ -570,6 +570,17 @@ def validate(args: Args) -> torch.device:
     return device
 
 
+def typed_flags() -> list[str]:
+    """What was typed, CleanRL's --cuda as ours; SystemExit(2) at its flags that are not here, with what there is."""
+    words = [{"--cuda": "--device=auto", "--no-cuda": "--device=cpu"}.get(word, word) for word in sys.argv[1:]]
+    instead = {"--torch-deterministic": "runs on a CPU always are", "--save-model": "each run leaves checkpoint.pt"}
+    instead["--capture-video"] = "./run.sh evaluate RUN_DIR --video FILE.mp4"
+    for flag in [word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in words]:
+        if flag in instead:
+            fail(f"{flag} is a flag of CleanRL's; here {instead[flag]}")
+    return words
+
+
 def load_checkpoint(args: Args) -> tuple[Args, dict]:
     """The settings and the checkpoint of the run to resume; without --resume the settings as they are, and nothing."""
     if args.resume is None:
@@ -791,4 +802,4 @@ class Run:
 
 
 if __name__ == "__main__":
-    train(tyro.cli(Args))
+    train(tyro.cli(Args, args=typed_flags()))

@@ -14,7 +14,8 @@ from unittest import mock
 
 import pytest
 import torch
-from small import SMALL
+
+from benchmarks.common.pairs import TABLE
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -22,8 +23,7 @@ SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 PAIRS = [(p, p.with_stem(f"{p.stem}_torchcompile")) for p in SCRIPTS if not p.stem.endswith("_torchcompile")]
 
 # Names of the scripts, but for those that have a file of tests of their own: the eager ones, and their twins
-OWN_TESTS = {"ppo_atari_envpool": "test_atari.py"}
-EAGER = [eager.stem for eager, _ in PAIRS if eager.stem not in OWN_TESTS]
+EAGER = [eager.stem for eager, _ in PAIRS if eager.stem in TABLE and TABLE[eager.stem].own_tests is None]
 COMPILED = [f"{name}_torchcompile" for name in EAGER]
 # On-policy, with a pool of workers, off-policy: what plumbing does, one text in all scripts, is shown by these for all
 ONE_OF_EACH_KIND = ["ppo", "ppo_env_pool", "dqn"]
@@ -83,7 +83,7 @@ def on_policy(name: str) -> bool:
 
 def discrete(name: str) -> bool:
     """Whether a script is for discrete actions."""
-    return SMALL[pair_of(name)]["env_id"] == "tiny_envs:Choose-v0"
+    return TABLE[pair_of(name)].small["env_id"] == "tiny_envs:Choose-v0"
 
 
 def has_pool(name: str) -> bool:
@@ -93,7 +93,7 @@ def has_pool(name: str) -> bool:
 
 def settings_of(name: str, overrides: dict) -> dict:
     """The small settings of a script with others; a pool has workers instead of environments, and no other backend."""
-    settings = SMALL[pair_of(name)] | overrides
+    settings = TABLE[pair_of(name)].small | overrides
     if has_pool(name):
         settings |= {"num_workers": settings.get("num_envs", settings["num_workers"])}
         settings = {k: v for k, v in settings.items() if k not in ("num_envs", "sync_envs", "env_backend")}

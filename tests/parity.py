@@ -3,22 +3,7 @@
 import json
 
 import torch
-from helpers import OWN_TESTS, PAIRS, Outcome, load, on_policy
-
-# What happens in a whole run: learning rates fall, episodes end in both ways, a replay buffer is written over, a target
-# network moves. Nothing that a policy does changes what it sees later
-ON_POLICY = {"total_timesteps": 24 * 64}
-OFF_POLICY = {"total_timesteps": 390, "log_every": 30}
-CONTINUOUS, DISCRETE = {"env_id": "tiny_envs:Stream-v0"}, {"env_id": "tiny_envs:DiscreteStream-v0"}
-STREAM = {
-    "ppo_env_pool": CONTINUOUS | ON_POLICY,
-    "ppo_continuous_action": CONTINUOUS | ON_POLICY,
-    "ppo": DISCRETE | ON_POLICY,
-    "dqn": DISCRETE | OFF_POLICY,
-    "sac_continuous_action": CONTINUOUS | OFF_POLICY,
-    "td3_continuous_action": CONTINUOUS | OFF_POLICY,
-}
-NAMES = [eager.stem for eager, _ in PAIRS if eager.stem not in OWN_TESTS]
+from helpers import Outcome, load, on_policy
 
 # In float64. Rounding brings 1e-11 at most, with weights shaken by 1e-14 at the start; a discount or a learning rate
 # that is off by 1 %, 5e-3 and more
@@ -59,7 +44,7 @@ def assert_agree(run: Outcome, other: Outcome, rel: float) -> None:
 
 
 def check_course(run: Outcome) -> None:
-    """A run had what `STREAM` promises."""
+    """A run had what the `stream` of its pair promises: episodes ended in both ways, all that is learnt moved."""
     assert min(line["charts/episodic_length"] for line in run.lines if "charts/episodes" in line) < 15  # a termination
     script = load(run.checkpoint["script"].removesuffix(".py"))
     assert sum(set(script.METRICS) <= line.keys() for line in run.lines) > 8

@@ -48,6 +48,20 @@ def test_what_a_gpu_gave_is_shown(tmp_path, monkeypatch):
     assert row == "| `ppo`, CartPole-v1 | 100 | 200 | - | 2.0 [1.9, 2.1] | 2 of 3 |"
 
 
+def test_the_time_to_a_score_is_shown(tmp_path, monkeypatch):
+    """A row for each task, a column for each contestant; without results there is nothing."""
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    assert readme.score_section() == []
+    runs = [{"seed": i, "seconds": 10.0 * i, "reached": i < 3, "steps": 100} for i in (1, 2, 3)]
+    result = {"script": "ppo", "env_id": "CartPole-v1", "score": 490.04, "flags": "", "provenance": provenance()}
+    (tmp_path / "time_to_score").mkdir()
+    text = json.dumps(result | {"contestants": {"eager": runs, "sb3": [{"failed": "exit code 1"}]}})
+    (tmp_path / "time_to_score" / "ppo.json").write_text(text)
+    header, _, row, *_ = readme.score_section()
+    assert header.endswith("| score | eager | SB3 (PyTorch) |")
+    assert row == "| `ppo`, CartPole-v1 | 490.04 | 20 [10, 30], 2 of 3 | failed |"
+
+
 def test_the_compiled_variant_of_a_gpu_has_graphs():
     contestants = {name: {"steps_per_second": 100.0 * i} for i, name in enumerate(("eager", "compile"), 1)}
     contestants["compile+cudagraphs"] = {"steps_per_second": 900.0, "cold_seconds": 30.0, "warm_seconds": 9.0}

@@ -14,6 +14,7 @@ import torch
 from benchmark_helpers import benchmark, benchmark_here, refusal, toy_flags
 
 from benchmarks.common import processes, results, runs
+from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import PEERS, SCRIPTS, load_script
 from benchmarks.throughput import ceilings, peers, throughput
 
@@ -246,7 +247,7 @@ def peer_model(peer: str, script: str):
         pytest.skip(f"{peer} is not installed")
     module = load_script(SCRIPTS / f"{script}.py")
     args = module.Args(env_id="CartPole-v1" if script == "dqn" else "Pendulum-v1", buffer_size=1000)
-    return peers.make_model(peer, script.split("_")[0], args, peers.make_envs(module, args, normalize=False)), args
+    return peers.make_model(peer, TABLE[script].peers, args, peers.make_envs(module, args, normalize=False)), args
 
 
 def test_sac_of_sb3_has_the_learning_rates_of_the_script():

@@ -22,7 +22,6 @@ import tiny_envs
 import torch
 from gymnasium.spaces import Box, Dict, Discrete, Sequence, Tuple
 from helpers import COMPILED, EAGER, ONE_OF_EACH_KIND, SCRIPTS, defining, discrete, has_pool, load, on_policy
-from small import SMALL
 
 each_script = pytest.mark.parametrize("name", EAGER)
 each_kind = pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
@@ -85,7 +84,7 @@ def all_finite(tree) -> bool:
 def error_of(capfd, name: str, run_dir=None, **settings) -> tuple[int, str]:
     """The exit code of a training that ends at once, and its one line; there is no traceback."""
     capfd.readouterr()
-    settings = settings if helpers.pair_of(name) not in SMALL else helpers.settings_of(name, settings)
+    settings = settings if helpers.pair_of(name) not in EAGER else helpers.settings_of(name, settings)
     script = load(name)
     with pytest.raises(SystemExit) as end, mock.patch("torch.set_num_threads"):
         settings = {"device": "cpu", "tensorboard": False, "run_dir": str(run_dir) if run_dir else None} | settings

@@ -17,7 +17,9 @@ import tiny_envs
 import torch
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from helpers import load
-from test_learning import TASKS, play
+from test_learning import play
+
+from benchmarks.common.pairs import TABLE
 
 NAME = "ppo_env_pool"
 POOL = load(NAME)
@@ -260,7 +262,7 @@ def test_learns_though_workers_are_killed(train, monkeypatch):
                     os.kill(pid, signal.SIGKILL)
                     killed.append(pid)
 
-    settings, _, goal = TASKS[NAME]
+    settings, (_, goal) = TABLE[NAME].task, TABLE[NAME].goal
     thread = threading.Thread(target=kill)
     thread.start()
     try:
@@ -383,7 +385,7 @@ def refused(capfd, tmp_path):
     """The one line of the error of a training that was refused."""
 
     def refused(**settings) -> str:
-        settings = helpers.SMALL[NAME] | settings | {"run_dir": str(tmp_path / "refused")}
+        settings = TABLE[NAME].small | settings | {"run_dir": str(tmp_path / "refused")}
         with pytest.raises(SystemExit) as end:
             POOL.train(POOL.Args(**settings))
         *notes, error = capfd.readouterr().err.splitlines()

@@ -7,7 +7,8 @@ import tiny_envs
 import torch
 from gymnasium.spaces import Box
 from helpers import EAGER, ONE_OF_EACH_KIND, discrete, has_pool, load, on_policy
-from small import SMALL
+
+from benchmarks.common.pairs import TABLE
 
 ENVS = load("ppo_continuous_action")  # of which script does not matter: Envs has the same text in all
 IN_PROCESS, WORKERS, ENVPOOL = {"sync_envs": True}, {"env_backend": "gymnasium"}, {"env_backend": "envpool"}
@@ -146,7 +147,7 @@ def test_observations_of_dm_control_are_flattened(make):
 
 def space_of(name: str) -> gym.Space:
     """The action space of the environment in a script's small settings."""
-    return gym.make(SMALL[name]["env_id"]).action_space
+    return gym.make(TABLE[name].small["env_id"]).action_space
 
 
 CONTINUOUS = [name for name in EAGER if not discrete(name)]
@@ -207,23 +208,6 @@ def test_no_two_seeds_share_a_stream(monkeypatch, name):
     assert all(isinstance(seed, int) and 0 <= seed < 2**31 for seed in streams)
 
 
-# Settings that learn the value of the one state of `tiny_envs:Same`, and how to read it from the networks
-PPO = {
-    "num_steps": 64, "total_timesteps": 64 * 40, "num_minibatches": 4, "update_epochs": 5, "learning_rate": 3e-3,
-    "anneal_lr": False, "clip_vloss": False, "max_grad_norm": 10.0,
-}  # fmt: skip
-OFF_POLICY = {"total_timesteps": 1500, "learning_starts": 100, "buffer_size": 2000}
-ACTOR_CRITIC = OFF_POLICY | {"total_timesteps": 600, "batch_size": 64}
-LEARN_VALUE = {
-    "ppo_continuous_action": PPO,
-    "ppo": PPO,
-    "ppo_env_pool": PPO,
-    "dqn": {"train_frequency": 1, "target_network_frequency": 25, "learning_rate": 3e-3, **OFF_POLICY},
-    "sac_continuous_action": {"tau": 0.2, "autotune": False, "alpha": 1e-3, **ACTOR_CRITIC},
-    "td3_continuous_action": {"tau": 0.4, "learning_rate": 1e-3, **ACTOR_CRITIC},
-}
-
-
 def value_of(name: str, checkpoint: dict) -> float:
     """What the networks of a run say that the state is worth."""
     script, obs = load(name), torch.full((1, 3), 0.5)
@@ -245,7 +229,7 @@ def value_of(name: str, checkpoint: dict) -> float:
     return agent.critic(obs).item() * scale
 
 
-@pytest.mark.parametrize("name", [name for name in EAGER if name in LEARN_VALUE])
+@pytest.mark.parametrize("name", EAGER)
 def test_truncation_has_a_future_and_termination_none(train, name):
     """Reward 1 at each step, one observation, an end after 4 steps, gamma 0.9.
 
@@ -255,7 +239,7 @@ def test_truncation_has_a_future_and_termination_none(train, name):
     prefix = "Discrete" if discrete(name) else ""
     value = {}
     for end in ("Truncated", "Terminated"):
-        run = train(name, env_id=f"tiny_envs:{prefix}{end}-v0", gamma=0.9, **LEARN_VALUE[name])
+        run = train(name, env_id=f"tiny_envs:{prefix}{end}-v0", gamma=0.9, **TABLE[name].learn_value)
         assert run.lines[-1]["charts/episodic_length"] == 4
         value[end] = value_of(name, run.checkpoint)
     assert value["Truncated"] == pytest.approx(10, rel=0.05)

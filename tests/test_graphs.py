@@ -7,15 +7,17 @@ import helpers
 import pytest
 import torch
 from graph_emulator import EmulatedGraph, RefusedCapture, use_graphs
-from helpers import in_float64, load, needs_cuda, on_policy, resume
-from parity import CLOSE, NAMES, STREAM, assert_agree, check_course
+from helpers import EAGER, in_float64, load, needs_cuda, on_policy, resume
+from parity import CLOSE, assert_agree, check_course
 from tensordict.nn import CudaGraphModule
+
+from benchmarks.common.pairs import TABLE
 
 each_graph = pytest.mark.parametrize(
     ("graph", "device"), [(EmulatedGraph, "cpu"), pytest.param(CudaGraphModule, "cuda", marks=needs_cuda)]
 )
 each_backend = pytest.mark.parametrize("backend", [None, "aot_eager"])
-each_pair = pytest.mark.parametrize("name", NAMES)
+each_pair = pytest.mark.parametrize("name", EAGER)
 
 # What a graph does to a function
 
@@ -184,7 +186,8 @@ def test_replayed_twin_computes_what_the_eager_script_does(train, train_with_gra
 
     But for compiled actors and critics, which to compile twice takes long; compiled, DQN and PPO are resumed.
     """
-    settings = STREAM[name] | {"num_envs": 2, "sync_envs": True, "stop_at": 6 * 2 * 64 if on_policy(name) else 260}
+    stop_at = 6 * 2 * 64 if on_policy(name) else 260
+    settings = TABLE[name].stream | {"num_envs": 2, "sync_envs": True, "stop_at": stop_at}
     if backend and hasattr(load(name), "Critic"):
         settings["stop_at"] = None
     run = train_in_two_parts(train, in_float64(name), **settings)
@@ -199,7 +202,8 @@ def test_replayed_twin_computes_what_the_eager_script_does(train, train_with_gra
 @each_pair
 def test_twin_with_graphs_goes_on_the_same_on_cuda(train, name, compile):
     """With several environments, past a wrap of the buffer, and after a resume."""
-    settings = STREAM[name] | {"num_envs": 2, "sync_envs": True, "stop_at": 6 * 2 * 64 if on_policy(name) else 260}
+    stop_at = 6 * 2 * 64 if on_policy(name) else 260
+    settings = TABLE[name].stream | {"num_envs": 2, "sync_envs": True, "stop_at": stop_at}
     settings["device"] = "cuda"
     run = train_in_two_parts(train, in_float64(name), **settings)
     with torch._inductor.config.patch(fallback_random=True):  # compiled code draws the numbers that eager code draws
@@ -221,26 +225,18 @@ def test_replayed_atari_twin_computes_what_the_eager_script_does(tmp_path, train
     assert graphs and all(graph.counter > graph.warmup for graph in graphs)
 
 
-# Kernels that a call of each graph would launch one by one, in the order in which a script makes its graphs: for PPO an
-# epoch of four minibatches (Atari: to act, the estimate, two minibatches), for SAC and TD3 to act, the critics alone,
-# critics and actor. With the views that PyTorch makes between them, SAC's are 34, 191 and 652 operations
-LAUNCHES = {
-    "ppo_env_pool": [826],
-    "ppo_continuous_action": [794],
-    "ppo": [786],
-    "dqn": [47],
-    "sac_continuous_action": [29, 97, 368],
-    "td3_continuous_action": [16, 77, 126],
-}
-
-
 @each_pair
 def test_number_of_launches(train_with_graphs, name):
-    """No more than the table says; and if they become fewer, the table is to say so."""
+    """No more than the table says; and if they become fewer, the table is to say so.
+
+    Counted are the kernels that a call of each graph would launch one by one: for PPO an epoch of four minibatches, for
+    SAC and TD3 to act, the critics alone, critics and actor. With the views that PyTorch makes between them, SAC's are
+    34, 191 and 652 operations.
+    """
     _, graphs = train_with_graphs(f"{name}_torchcompile", None, total_timesteps=128)
     launches = [graph.launches for graph in graphs]
-    assert len(launches) == len(LAUNCHES[name])
-    for now, before in zip(launches, LAUNCHES[name], strict=True):
+    assert len(launches) == len(TABLE[name].launches)
+    for now, before in zip(launches, TABLE[name].launches, strict=True):
         assert 0.95 * before <= now <= before, f"{launches} launches"
 
 
@@ -309,10 +305,10 @@ def test_what_a_graph_freezes_shows(train, train_with_graphs, monkeypatch, plant
     name = in_float64("dqn_torchcompile")
     plant(load(name), monkeypatch)
     monkeypatch.setattr(load(name), "refuse_changes", lambda function: function)  # which would not let it come so far
-    run = train(in_float64("dqn"), **STREAM["dqn"])
-    assert_agree(train(name, compile=False, **STREAM["dqn"]), run, rel=CLOSE)
+    run = train(in_float64("dqn"), **TABLE["dqn"].stream)
+    assert_agree(train(name, compile=False, **TABLE["dqn"].stream), run, rel=CLOSE)
     with pytest.raises(AssertionError, match="further apart"):
-        assert_agree(train_with_graphs(name, None, **STREAM["dqn"])[0], run, rel=100 * CLOSE)
+        assert_agree(train_with_graphs(name, None, **TABLE["dqn"].stream)[0], run, rel=100 * CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +330,7 @@ def test_what_a_graph_cannot_hold_is_refused_in_a_script(train_with_graphs, monk
 
 @pytest.mark.parametrize(("name", "kind"), [("ppo", ArgumentsStay), ("dqn", NoiseStays)])
 def test_a_wrong_replay_shows(train, train_with_graphs, name, kind):
-    run = train(in_float64(name), **STREAM[name])
-    twin, _ = train_with_graphs(in_float64(f"{name}_torchcompile"), None, kind=kind, **STREAM[name])
+    run = train(in_float64(name), **TABLE[name].stream)
+    twin, _ = train_with_graphs(in_float64(f"{name}_torchcompile"), None, kind=kind, **TABLE[name].stream)
     with pytest.raises(AssertionError, match="further apart"):
         assert_agree(twin, run, rel=100 * CLOSE)

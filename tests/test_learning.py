@@ -7,34 +7,8 @@ same. That of the pool learns in test_env_pool.py, while its workers are killed.
 import numpy as np
 import pytest
 from helpers import EAGER, has_pool, load
-from small import FAST
 
-PENDULUM = FAST | {"env_id": "Pendulum-v1", "learning_starts": 300, "buffer_size": 10000, "batch_size": 64}
-TASKS = {  # settings, the return of doing nothing or of chance, the return to reach
-    "ppo_continuous_action": (
-        {"env_id": "InvertedPendulum-v5", "total_timesteps": 20480, "num_steps": 512, "num_minibatches": 8,
-         "update_epochs": 10, "learning_rate": 1e-3}, 30, 500,
-    ),
-    "ppo": (
-        {"env_id": "CartPole-v1", "total_timesteps": 20480, "num_envs": 4, "num_steps": 128, "update_epochs": 4,
-         "learning_rate": 1e-3}, 30, 200,
-    ),
-    "ppo_env_pool": (
-        {"env_id": "CartPole-v1", "total_timesteps": 20480, "num_workers": 4, "ready_batch": 2, "num_steps": 128,
-         "update_epochs": 4, "learning_rate": 1e-3}, 30, 200,
-    ),
-    "dqn": (
-        {"env_id": "CartPole-v1", "total_timesteps": 20000, "learning_starts": 1000, "buffer_size": 10000,
-         "batch_size": 128, "train_frequency": 2, "target_network_frequency": 200, "learning_rate": 5e-4,
-         "exploration_fraction": 0.2, "gamma": 0.98}, 30, 195,
-    ),
-    "sac_continuous_action": (
-        {**PENDULUM, "total_timesteps": 4000, "policy_lr": 3e-3, "q_lr": 3e-3}, -1200, -250,
-    ),
-    "td3_continuous_action": (
-        {**PENDULUM, "total_timesteps": 3500, "learning_rate": 2e-3, "exploration_noise": 0.3}, -1200, -250,
-    ),
-}  # fmt: skip
+from benchmarks.common.pairs import TABLE
 
 
 def play(name: str, run, episodes: int) -> float:
@@ -57,7 +31,7 @@ def play(name: str, run, episodes: int) -> float:
 
 @pytest.mark.parametrize("name", [name for name in EAGER if name != "ppo_env_pool"])
 def test_learns(train, name):
-    settings, nothing, goal = TASKS[name]
+    settings, (nothing, goal) = TABLE[name].task, TABLE[name].goal
     run = train(name, **settings)
     first = next(line["charts/episodic_return"] for line in run.lines if "charts/episodes" in line)
     assert first < (nothing + goal) / 2

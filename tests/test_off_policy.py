@@ -8,6 +8,8 @@ import torch
 from helpers import EAGER, adam_steps, defining, load, on_policy, resume
 from torch.distributions import AffineTransform, Normal, TanhTransform, TransformedDistribution
 
+from benchmarks.common.pairs import TABLE
+
 OFF_POLICY = [name for name in EAGER if not on_policy(name)]
 CONTINUOUS = [name for name in OFF_POLICY if name != "dqn"]
 
@@ -128,22 +130,7 @@ def test_dqn_target_is_copied_when_due(train):
     assert torch.equal(after["network"]["net.0.weight"], after["target_network"]["net.0.weight"])
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("dqn", {"double_dqn": True}),
-        ("dqn", {"tau": 0.3}),
-        ("sac_continuous_action", {"autotune": False, "alpha": 0.1}),
-        ("sac_continuous_action", {"policy_frequency": 1}),
-        ("sac_continuous_action", {"policy_frequency": 3}),
-        ("sac_continuous_action", {"target_network_frequency": 2}),
-        ("sac_continuous_action", {"matmul_precision": "medium"}),
-        ("sac_continuous_action", {"num_envs": 16, "sync_envs": True}),
-        ("td3_continuous_action", {"policy_frequency": 1}),
-        ("td3_continuous_action", {"policy_frequency": 3}),
-        ("td3_continuous_action", {"num_envs": 16, "sync_envs": True}),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings"), [(name, x) for name in OFF_POLICY for x in TABLE[name].learns_with])
 def test_flags_work_past_learning_starts(train, name, settings):
     """Of compiled scripts test_pairs.py shows that they compute the same by the flags that their graphs depend on."""
     run = train(name, **settings, total_timesteps=200)

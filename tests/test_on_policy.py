@@ -2,9 +2,10 @@
 
 import pytest
 from helpers import EAGER, adam_steps, load, on_policy
-from small import SMALL
 
-SETTINGS = SMALL["ppo"]
+from benchmarks.common.pairs import TABLE
+
+SETTINGS = TABLE["ppo"].small
 ROLLOUTS = SETTINGS["total_timesteps"] // SETTINGS["num_steps"]
 
 each_script = pytest.mark.parametrize("name", [name for name in EAGER if on_policy(name)])

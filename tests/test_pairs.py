@@ -9,24 +9,14 @@ import math
 import helpers
 import pytest
 import torch
-from helpers import EAGER, OWN_TESTS, PAIRS, ROOT, SCRIPTS, in_float64, load, needs_cuda, on_policy
-from parity import CLOSE, NAMES, STREAM, assert_agree, check_course, weights_of
-from small import SMALL
+from helpers import EAGER, PAIRS, ROOT, in_float64, load, needs_cuda, on_policy
+from parity import CLOSE, assert_agree, check_course, weights_of
 from torch._dynamo.utils import counters
 
-each_pair = pytest.mark.parametrize("name", NAMES)
-# Settings by which a compiled graph becomes another one; TD3's stays the same whatever its policy frequency is
-SEVERAL = {"num_envs": 3, "sync_envs": True}
-VARIANTS = [
-    *((name, {}) for name in NAMES),
-    ("ppo", {"num_envs": 3, "sync_envs": True, "clip_vloss": False, "total_timesteps": 8 * 192}),
-    ("ppo_continuous_action", {"norm_adv": False, "ent_coef": 0.01}),
-    ("ppo_env_pool", {"env_id": "tiny_envs:DiscreteStream-v0", "num_envs": 2, "target_kl": 0.02}),
-    ("dqn", {"double_dqn": True, "tau": 0.5, **SEVERAL}),
-    ("sac_continuous_action", {"autotune": False, "policy_frequency": 3, "target_network_frequency": 2, **SEVERAL}),
-    ("sac_continuous_action", {"policy_frequency": 1}),
-    ("td3_continuous_action", {"policy_frequency": 3, **SEVERAL}),
-]
+from benchmarks.common.pairs import SEVERAL, TABLE
+
+each_pair = pytest.mark.parametrize("name", EAGER)
+VARIANTS = [(name, {}) for name in EAGER] + [(name, x) for name in EAGER for x in TABLE[name].compiled_with]
 
 
 def variant_id(value) -> str:
@@ -46,10 +36,10 @@ def eager_run(tmp_path_factory):
 
 @pytest.fixture
 def train_both(train, eager_run):
-    """Train a pair by the settings of `STREAM` in float64 -> compiled twin, eager script."""
+    """Train a pair by the settings of its `stream` in float64 -> compiled twin, eager script."""
 
     def train_both(name, twin_settings, **settings):
-        settings = STREAM[name] | settings
+        settings = TABLE[name].stream | settings
         run = eager_run(name, **settings)
         # Compiled code draws the numbers that eager code draws
         with torch._inductor.config.patch(fallback_random=True):
@@ -59,12 +49,20 @@ def train_both(train, eager_run):
     return train_both
 
 
-def test_each_pair_is_in_the_tables():
-    """A script that is new fails here until its tests are there."""
-    eager = {path.stem for path, _ in PAIRS}
-    assert {path for pair in PAIRS for path in pair} == set(SCRIPTS), "a script without its twin"
-    assert eager == set(SMALL) | set(OWN_TESTS) == set(STREAM) | set(OWN_TESTS)
-    assert all((ROOT / "tests" / path).exists() for path in OWN_TESTS.values())
+@pytest.mark.parametrize("name", [eager.stem for eager, _ in PAIRS])
+def test_each_pair_is_in_the_table(name):
+    """A pair that is new fails here until it has its entry, with all that the common tests need."""
+    assert name in TABLE, f"{name} has no entry in benchmarks/common/pairs.py"
+    pair, needed = TABLE[name], ("small", "stream", "shows", "launches", "task", "goal", "learn_value")
+    if pair.own_tests is not None:
+        assert (ROOT / "tests" / pair.own_tests).exists()
+        return
+    missing = [field for field in needed if not getattr(pair, field) or getattr(pair, field) == (0.0, 0.0)]
+    assert not missing, f"the entry of {name} in benchmarks/common/pairs.py lacks {', '.join(missing)}"
+
+
+def test_the_table_has_no_pair_that_is_gone():
+    assert set(TABLE) == {eager.stem for eager, _ in PAIRS}
 
 
 @each_pair
@@ -131,24 +129,18 @@ def forgetful_optimizer(script, _settings, monkeypatch):
     return {}
 
 
-# Each error in one script of those that compute alike, and in each script at least what its own loop could get wrong
-ERRORS = {
-    "ppo_env_pool": [stale_learning_rate, no_mask],
-    "ppo_continuous_action": [
-        factor("gamma", 0.99), factor("clip_coef", 0.99), stale_learning_rate, no_mask, forgetful_optimizer,
-    ],
-    "ppo": [factor("clip_coef", 0.99), no_mask],
-    "dqn": [factor("gamma", 0.99), factor("target_network_frequency", 2), no_mask],
-    "sac_continuous_action": [factor("gamma", 0.99), factor("policy_frequency", 1.5)],
-    "td3_continuous_action": [factor("tau", 1.01), factor("policy_noise", 1.01), no_mask],
-}  # fmt: skip
+def errors(name):
+    """What must not go unnoticed in a twin: its own, and one that all share in a script of each kind."""
+    shared = {"ppo_continuous_action": [no_mask, stale_learning_rate, forgetful_optimizer], "dqn": [no_mask]}
+    own = {"ppo_env_pool": [no_mask, stale_learning_rate], "ppo": [no_mask], "td3_continuous_action": [no_mask]}
+    return [*(factor(setting, x) for setting, x in TABLE[name].shows.items()), *(shared | own).get(name, [])]
 
 
-@pytest.mark.parametrize(("name", "plant"), [(name, plant) for name in NAMES for plant in ERRORS[name]])
+@pytest.mark.parametrize(("name", "plant"), [(name, plant) for name in EAGER for plant in errors(name)])
 def test_a_wrong_formula_shows(train_both, monkeypatch, name, plant):
     """In an uncompiled twin, a hundred times as far from the eager script as the bound allows."""
     script = load(in_float64(f"{name}_torchcompile"))
-    wrong = plant(script, SMALL[name] | STREAM[name], monkeypatch)
+    wrong = plant(script, TABLE[name].small | TABLE[name].stream, monkeypatch)
     twin, run = train_both(name, {"compile": False, **wrong})
     with pytest.raises(AssertionError, match="further apart than"):
         assert_agree(twin, run, rel=100 * CLOSE)
@@ -161,7 +153,7 @@ def test_a_wrong_formula_shows(train_both, monkeypatch, name, plant):
 ELSEWHERE = {"ppo", "ppo_continuous_action"}
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ELSEWHERE])
+@pytest.mark.parametrize("name", [name for name in EAGER if name not in ELSEWHERE])
 def test_compiles_as_it_stands(small_run, train, name):
     """By the flags that users have: in float32, with the random numbers of compiled code, which the seed decides."""
     run = small_run(f"{name}_torchcompile")
@@ -210,5 +202,5 @@ def test_twin_computes_the_same_on_cuda(train_both, name, settings, compile, cud
 @pytest.mark.parametrize("name", [name for name in EAGER if on_policy(name)])
 def test_cuda_computes_what_the_cpu_computes(train, name):
     """The host draws the actions of a first rollout; the device, the order of its rows, which makes one minibatch."""
-    settings = {**STREAM[name], "total_timesteps": 64, "num_minibatches": 1}
+    settings = {**TABLE[name].stream, "total_timesteps": 64, "num_minibatches": 1}
     assert_agree(*(train(in_float64(name), device=device, **settings) for device in ("cpu", "cuda")), rel=CLOSE)

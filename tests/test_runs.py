@@ -16,7 +16,8 @@ import tiny_envs
 import torch
 import tyro
 from helpers import COMPILED, EAGER, ONE_OF_EACH_KIND, discrete, has_pool, load, on_policy
-from small import SMALL
+
+from benchmarks.common.pairs import TABLE
 
 each_script = pytest.mark.parametrize("name", EAGER)
 each_kind = pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
@@ -58,7 +59,7 @@ def test_run_folder_holds_what_the_readme_says(small_run, name):
     assert sorted(contents(run.run_dir)) == ["checkpoint.pt", "config.json", "metrics.jsonl"]
     config = json.loads((run.run_dir / "config.json").read_text())
     assert config["script"] == f"{name}.py"
-    assert SMALL[name].items() <= config["args"].items()
+    assert TABLE[name].small.items() <= config["args"].items()
     assert {"python", "torch", "tensordict", "gymnasium", "envpool", "numpy"} <= config["versions"].keys()
     assert torch.__version__.startswith(config["versions"]["torch"].partition("+")[0])
     assert config["cores"] >= 1 and config["device"] and "commit" in config
@@ -89,7 +90,7 @@ def test_checkpoint_holds_all_that_a_resumed_run_needs(small_run, name):
     """It was loaded with `weights_only=True`."""
     checkpoint = small_run(name).checkpoint
     assert checkpoint["script"] == f"{name}.py"
-    assert SMALL[name].items() <= checkpoint["args"].items()
+    assert TABLE[name].small.items() <= checkpoint["args"].items()
     assert checkpoint["rng"].keys() == {"python", "numpy", "torch", "cuda"}
     assert checkpoint["global_step"] == small_run(name).lines[-1]["global_step"]
 
@@ -220,7 +221,7 @@ def test_killed_run_goes_on_from_its_last_checkpoint(train, tmp_path, name):
     interval = max(b - a for a, b in zip([0, *whole.steps()], whole.steps(), strict=False))
     assert abs(steps[-1] - whole.steps()[-1]) <= interval
     if not on_policy(name):
-        assert steps[-1] == SMALL[name]["total_timesteps"]
+        assert steps[-1] == TABLE[name].small["total_timesteps"]
 
 
 def test_resumed_run_goes_on_with_its_tensorboard_events(train, monkeypatch, tmp_path):
@@ -470,12 +471,27 @@ def test_resumed_run_keeps_its_settings(resume_refused, train, monkeypatch, name
     assert "--total-timesteps" in resume_refused(name, folder, "--total-timesteps", "64")
 
 
+def test_flags_of_cleanrl(monkeypatch, capsys):
+    """One that has the like is understood; the others are refused with what there is instead. Values are left alone."""
+    script = load("dqn")
+    for typed, understood in (("--no-cuda --seed 2", ["--device=cpu", "--seed", "2"]), ("--exp-name save-model", None)):
+        monkeypatch.setattr("sys.argv", ["dqn.py", *typed.split()])
+        assert script.typed_flags() == (understood or typed.split())
+    refused = {"--capture_video": "evaluate RUN_DIR --video", "--no-save-model": "checkpoint.pt"}
+    for typed, ours in (refused | {"--torch-deterministic=True": "on a CPU"}).items():
+        monkeypatch.setattr("sys.argv", ["dqn.py", "--seed", "1", typed])
+        with pytest.raises(SystemExit) as end:
+            script.typed_flags()
+        line = capsys.readouterr().err
+        assert end.value.code == 2 and line.startswith("error: --") and line.count("\n") == 1 and ours in line
+
+
 @each_kind
 def test_finished_run_is_made_longer(train, capsys, name):
     run = train(name)
     command(name, "--resume", str(run.run_dir))
     assert "finished" in capsys.readouterr().out
-    total = SMALL[name]["total_timesteps"]
+    total = TABLE[name].small["total_timesteps"]
     command(name, "--resume", str(run.run_dir), "--total-timesteps", str(2 * total))
     assert "--total-timesteps" in capsys.readouterr().err
     longer = helpers.outcome(run.run_dir)

@@ -11,26 +11,18 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from helpers import PAIRS, ROOT, SCRIPTS, load
+from helpers import PAIRS, ROOT, SCRIPTS, load, pair_of
+
+from benchmarks.common.pairs import TABLE
 
 # What each algorithm writes in its own way; any other function or class of one name has one text
 OWN_NAMES = {"Args", "ActorCritic", "Actor", "Critic", "QNetwork", "load_policy", "train"}
-# ... but for these: games of Atari come in pools, as stacks of frames
-OWN_TEXTS = {(name, "Envs") for name in ("ppo_atari_envpool", "ppo_atari_envpool_torchcompile")}
 # Args whose help differs for a reason: the kind of actions; PPO trains in whole rollouts; between two updates of target
 # networks DQN counts steps, SAC updates; what a graph comprises
 OWN_HELP = {"env_id", "total_timesteps", "target_network_frequency", "compile", "cudagraphs"}
 # Compiled twins alone have these, the same text in all of them: to compile with one set of options, and to refuse what
 # compiled code would ignore
 OF_TWINS = {"compiled", "readings", "refuse_changes", "check_equal"}
-# Changed lines that a pair may have above the rule
-MOST_CHANGES = 25
-MORE_CHANGES = {"sac_continuous_action": 39, "td3_continuous_action": 39}  # the critics are stacked
-# How many lines may stand above the rule, and how many in all
-MOST_ABOVE = 360
-MORE_ABOVE = {"ppo_atari_envpool": 420, "ppo_env_pool": 400}
-MOST_LINES = 925
-MORE_LINES = {"ppo_env_pool": 1085}
 MOST_IN_TRAIN = 130
 RULE = "# ---- Plumbing: all below is the same text in every script that has it, and no part of the algorithm"
 HEADINGS = (
@@ -90,7 +82,7 @@ def test_same_name_same_text():
     first = {}
     for path in SCRIPTS:
         for name, text in definitions(path).items():
-            if (path.stem, name) in OWN_TEXTS:
+            if name in TABLE[pair_of(path.stem)].own_texts:
                 continue
             where, expected = first.setdefault(name, (path.name, text))
             if name not in OWN_NAMES:
@@ -125,7 +117,7 @@ def changed_lines(eager: Path, compiled: Path) -> int:
 
 @each_pair
 def test_pair_differs_little(eager, compiled):
-    assert changed_lines(eager, compiled) <= MORE_CHANGES.get(eager.stem, MOST_CHANGES)
+    assert changed_lines(eager, compiled) <= TABLE[eager.stem].most_changes
 
 
 @each_script
@@ -133,13 +125,14 @@ def test_story_comes_first_and_is_short(path):
     """Settings, networks and formulas, the algorithm; below the rule, what is the same text wherever it stands."""
     name = path.stem.removesuffix("_torchcompile")
     extra = sum(len(text.splitlines()) + 2 for key, text in definitions(path).items() if key in OF_TWINS)
-    assert above(path).count("\n") <= MORE_ABOVE.get(name, MOST_ABOVE)
-    assert path.read_text().count("\n") - extra <= MORE_LINES.get(name, MOST_LINES)
+    assert above(path).count("\n") <= TABLE[name].most_above
+    assert path.read_text().count("\n") - extra <= TABLE[name].most_lines
     story = [node.name for node in ast.parse(above(path)).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     assert story[0] == "Args" and story[-2:] == ["train", "load_policy"]
     below = [name for name in definitions(path) if name not in story]
     assert not set(below) & OWN_NAMES and below[-1] == "Run"
-    assert path.read_text().endswith('\n\n\nif __name__ == "__main__":\n    train(tyro.cli(Args))\n')
+    last = 'if __name__ == "__main__":\n    train(tyro.cli(Args, args=typed_flags()))\n'
+    assert path.read_text().endswith(f"\n\n\n{last}")
 
 
 @each_script
@@ -232,5 +225,5 @@ def test_each_name_is_compared():
             scripts_with[name] += 1
     assert scripts_with["Envs"] + scripts_with["Pool"] == len(SCRIPTS)
     assert all(scripts_with[name] == len(PAIRS) for name in OF_TWINS)
-    for name in ("Run", "validate", "load_checkpoint", "Args", "train", "seed", "env_id", "gamma"):
+    for name in ("Run", "validate", "load_checkpoint", "typed_flags", "Args", "train", "seed", "env_id", "gamma"):
         assert scripts_with[name] == len(SCRIPTS), name

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import SCRIPTS, load_script
 
 NO_NUMPY = "a CNN has no NumPy version"
@@ -219,18 +220,12 @@ class RLlibCNN(nn.Module):
         raise NotImplementedError(NO_NUMPY)
 
 
-# Of each script: its function, the shape of an observation (bytes where it is an image), the number of actions or of
-# their dimensions, as in its default environment
-NETWORKS = {
-    "ppo": (Categorical, (4,), 2),
-    "ppo_env_pool": (PooledCategorical, (4,), 2),
-    "ppo_continuous_action": (Gaussian, (17,), 6),
-    "dqn": (EpsilonGreedy, (4,), 2),
-    "sac_continuous_action": (SquashedGaussian, (17,), 6),
-    "td3_continuous_action": (Deterministic, (17,), 6),
-    "ppo_atari_envpool": (Categorical, (21, 21, 64), 4),
-    "rllib_cnn": (RLlibCNN, (4, 84, 84), 4),
+KINDS = {
+    x.__name__: x for x in (Categorical, PooledCategorical, Gaussian, EpsilonGreedy, SquashedGaussian, Deterministic)
 }
+# Of each pair: its function, the shape of an observation and the number of actions, as in its default environment
+NETWORKS = {name: (KINDS[pair.acts], pair.obs_shape, pair.num_actions) for name, pair in TABLE.items()}
+NETWORKS["rllib_cnn"] = (RLlibCNN, (4, 84, 84), 4)
 
 
 def make_act(name: str, seed: int = 1, obs_shape: tuple[int, ...] = (), num_actions: int = 0) -> nn.Module:

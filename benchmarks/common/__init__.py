@@ -1,6 +1,7 @@
 """What the rooms share.
 
 - `programs`: the scripts as programs: which pairs and variants there are, how to call or to load one.
+- `pairs`: the table of pairs: what tests and benchmarks must know of each.
 - `processes`: child processes that can't outlive their parent, to freeze and to wake.
 - `turns`: measuring one at a time what has prepared side by side.
 - `runs`: reads the run folders that the scripts leave.

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal, NoReturn
 
+from benchmarks.common.pairs import TABLE
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 SUFFIX = "_torchcompile"
@@ -24,6 +26,7 @@ VARIANTS = {
 }
 Variant = Literal["eager", "lean", "compile", "cudagraphs", "compile+cudagraphs"]  # a key of VARIANTS
 PEERS = {"sb3": "stable_baselines3", "sbx": "sbx"}  # the module that each needs
+AT_DEFAULTS = "-defaults"  # behind the name of a peer: by its own settings instead of the script's
 
 
 def fail(message: str) -> NoReturn:
@@ -38,8 +41,8 @@ def pairs() -> list[str]:
 
 
 def has_peers(script: str) -> bool:
-    """Whether other libraries can train as a script does: they have no pool that does not wait for all."""
-    return not hasattr(load_script(SCRIPTS / f"{script}.py"), "Pool")
+    """Whether other libraries can train as a script does."""
+    return script in TABLE and TABLE[script].peers is not None
 
 
 def check_known(kind: str, names: list[str] | tuple[str, ...], known: list[str]) -> None:
@@ -47,6 +50,13 @@ def check_known(kind: str, names: list[str] | tuple[str, ...], known: list[str])
     unknown = [name for name in names if name not in known]
     if unknown:
         fail(f"no {kind} {', '.join(unknown)}; there are {', '.join(known)}")
+
+
+def check_installed(peers: tuple[str, ...]) -> None:
+    """Refuse peers that are not installed."""
+    absent = [peer for peer in peers if importlib.util.find_spec(PEERS[peer]) is None]
+    if absent:
+        fail(f"{', '.join(absent)} not installed: pip install -r requirements/requirements-benchmark.txt")
 
 
 def check_positive(options, *names: str) -> None:
@@ -66,7 +76,7 @@ def default_variants() -> list[str]:
 
 def command(script: str, variant: str) -> list[str]:
     """The command line of a variant, or of a peer, of the pair `script`; to be run in the root of the repository."""
-    if variant in PEERS:
+    if variant.removesuffix(AT_DEFAULTS) in PEERS:
         return [sys.executable, "-m", "benchmarks.throughput.peers", variant, script]
     suffix, flags = VARIANTS[variant]
     return [sys.executable, str(SCRIPTS / f"{script}{suffix}.py"), *flags]

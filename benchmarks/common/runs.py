@@ -199,6 +199,26 @@ def final_return(run: Run, episodes: int = LAST_EPISODES) -> float:
     return float(np.average(returns[::-1], weights=weights)) if weights.sum() > 0 else math.nan
 
 
+def running_returns(run: Run, episodes: int = LAST_EPISODES) -> np.ndarray:
+    """For each line (lines,) the mean return of the last episodes up to it; NaN while there are not so many.
+
+    As in `final_return`, each episode of a line counts as their mean.
+    """
+    index, returns, counts = run.episodes()
+    ended = np.concatenate([[0.0], counts.cumsum()])  # episodes up to each line that has some
+    totals = np.concatenate([[0.0], (counts * returns).cumsum()])
+    means = (totals[1:] - np.interp(ended[1:] - episodes, ended, totals)) / episodes
+    result = np.full(len(run.lines), np.nan)
+    result[index] = np.where(ended[1:] >= episodes, means, np.nan)
+    return result
+
+
+def reaches(lines: list[dict], score: float, episodes: int = LAST_EPISODES) -> int | None:
+    """Index of the first line at which the mean return of the last episodes reaches the score; None if none does."""
+    found = np.flatnonzero(running_returns(Run(Path(), {}, lines), episodes) >= score)
+    return int(found[0]) if len(found) else None
+
+
 def learning_curve(run: Run, edges: np.ndarray, axis: str = "global_step") -> np.ndarray:
     """Mean return in the bins between `edges` (B + 1,), in steps or, by `axis`, in seconds -> (B,).
 

@@ -1,11 +1,12 @@
 """Train as a script does, but by Stable-Baselines3 or SBX.
 
-    python -m benchmarks.throughput.peers sb3|sbx SCRIPT [FLAGS]
+    python -m benchmarks.throughput.peers sb3|sbx[-defaults] SCRIPT [FLAGS]
 
 SCRIPT is the name of a pair, FLAGS are its flags. Environment, hyperparameters, sizes of the networks and number of
 threads are those of the script, read from its `Args`; the run folder gets a log of the same form, so that the same
 analysis applies. Where a library offers no choice it is given one here, if a few lines are enough (`equalize`); what
-differs still is in `DIFFERENCES`, which a result of `throughput` carries and its table names.
+differs still is in `DIFFERENCES`, which a result of `throughput` carries and its table names. With `-defaults` behind
+its name a library trains as its users start it: one environment, and its own settings whatever the script's are.
 """
 
 import importlib
@@ -24,7 +25,9 @@ from unittest import mock
 import numpy as np
 import tyro
 
+from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import (
+    AT_DEFAULTS,
     PEERS,
     SCRIPTS,
     check_known,
@@ -125,7 +128,7 @@ DIFFERENCES = {
 
 def differences(script: str, names: list[str]) -> dict[str, str]:
     """What is not as in a script, by peer, of those among the names."""
-    algorithm = script.split("_")[0]
+    algorithm = TABLE[script].peers
     return {name: DIFFERENCES[name][algorithm] for name in names if algorithm in DIFFERENCES.get(name, {})}
 
 
@@ -243,17 +246,20 @@ def train(peer: str, script: str, flags: list[str]) -> Path:
 
     module = load_script(SCRIPTS / f"{script}.py")
     args = tyro.cli(module.Args, args=flags)
-    threads = threads_of(module, args)
-    torch.set_num_threads(threads)
-    torch.set_float32_matmul_precision(getattr(args, "matmul_precision", "highest"))
-    if threads == 1:
+    at_defaults = peer.endswith(AT_DEFAULTS)
+    if at_defaults:
+        args = replace(args, num_envs=1)
+    elif (threads := threads_of(module, args)) == 1:
         os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false " + os.environ.get("XLA_FLAGS", "")
+    if not at_defaults:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(getattr(args, "matmul_precision", "highest"))
     folder = Path(args.run_dir or f"runs/{args.env_id}__{script}-{peer}__{args.seed}__{int(time.time())}")
     folder.mkdir(parents=True, exist_ok=True)
     write_config(folder, peer, script, args)
 
-    envs = make_envs(module, args, normalize=script == "ppo_continuous_action")
-    model = make_model(peer, script.split("_")[0], args, envs)
+    envs = make_envs(module, args, normalize=script == "ppo_continuous_action" and not at_defaults)
+    model = make_model(peer, TABLE[script].peers, args, envs)
     # A line for each rollout of PPO, which is when rollouts start; else as often as the script writes one
     model.learn(args.total_timesteps, callback=make_log(folder, getattr(args, "log_every", 1)))
     envs.close()
@@ -261,8 +267,11 @@ def train(peer: str, script: str, flags: list[str]) -> Path:
 
 
 def make_model(peer: str, algorithm: str, args, envs):
-    """A peer's model, as like the script's as it can be."""
-    library = importlib.import_module(PEERS[peer])
+    """A peer's model, as like the script's as it can be, or by the library's defaults."""
+    library = importlib.import_module(PEERS[peer.removesuffix(AT_DEFAULTS)])
+    if peer.endswith(AT_DEFAULTS):
+        policy = "CnnPolicy" if len(envs.observation_space.shape) == 3 else "MlpPolicy"
+        return getattr(library, algorithm.upper())(policy, envs, seed=args.seed)
     {"sb3": equalize_sb3, "sbx": equalize_sbx}[peer](algorithm)
     is_image = len(envs.observation_space.shape) == 3
     settings = SETTINGS[algorithm](args, peer == "sbx", is_image)
@@ -281,9 +290,9 @@ def main(arguments: list[str]) -> None:
     if len(arguments) < 2:
         fail("name a peer and a script")
     peer, script, *flags = arguments
-    check_known("peer", [peer], list(PEERS))
+    check_known("peer", [peer], [name + kind for kind in ("", AT_DEFAULTS) for name in PEERS])
     check_known("script", [script], [name for name in pairs() if has_peers(name)])
-    if importlib.util.find_spec(PEERS[peer]) is None:
+    if importlib.util.find_spec(PEERS[peer.removesuffix(AT_DEFAULTS)]) is None:
         fail(f"{peer} is not installed: pip install -r requirements/requirements-benchmark.txt")
     print(train(peer, script, flags))
 

@@ -10,7 +10,6 @@ Takes: at the defaults about five minutes for each variant or peer of each scrip
 Leaves: in --out one JSON file for each script and, of all that lie there, throughput.md and throughput.png.
 """
 
-import importlib.util
 import json
 import re
 import shlex
@@ -26,11 +25,13 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.common import plots, processes, runs, stats, steady
+from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import (
     PEERS,
     SCRIPTS,
     VARIANTS,
     Variant,
+    check_installed,
     check_known,
     check_positive,
     command,
@@ -53,14 +54,6 @@ from benchmarks.common.results import (
 )
 from benchmarks.throughput import device_use, peers
 from benchmarks.throughput.ceilings import SECTIONS
-
-# Steps/s that LeanRL's README gives for one H100, number of CPU cores not stated
-PUBLISHED = {
-    "ppo_atari_envpool": {"CleanRL": 1022, "eager": 3728, "compile": 3841, "compile+cudagraphs": 6809},
-    "ppo_continuous_action": {"CleanRL": 652, "eager": 683, "compile": 908, "compile+cudagraphs": 1774},
-    "sac_continuous_action": {"CleanRL": 127, "eager": 130, "compile": 255, "compile+cudagraphs": 725},
-    "td3_continuous_action": {"CleanRL": 272, "eager": 247, "compile": 272, "compile+cudagraphs": 936},
-}
 
 INTRODUCTION = """
 Environment steps per second in steady state: fresh processes in interleaved rounds, measured in windows after all is
@@ -253,7 +246,7 @@ def measure_script(script: str, options: Options, bar: tqdm) -> dict:
                 result["device_use"] = measure_device_use(script, contestants, options, bar)
     finally:
         shutil.rmtree(caches, ignore_errors=True)
-    return result | {"published": PUBLISHED.get(script), "provenance": provenance()}
+    return result | {"published": getattr(TABLE.get(script), "leanrl", None) or None, "provenance": provenance()}
 
 
 def contestant_cells(result: dict, name: str) -> list[str]:
@@ -352,9 +345,7 @@ def check(options: Options) -> list[str]:
     check_positive(options, "rounds", "seconds", "window", "timeout")
     if options.whole_steps < 0:
         fail("--whole-steps must be 0 or more")
-    absent = [peer for peer in options.peers if importlib.util.find_spec(PEERS[peer]) is None]
-    if absent:
-        fail(f"{', '.join(absent)} not installed: pip install -r requirements/requirements-benchmark.txt")
+    check_installed(options.peers)
     make_folder(options.out)
     return list(options.scripts) or pairs()
 

@@ -17,7 +17,7 @@ from benchmarks.acting import inference, rollout
 from benchmarks.common import plots
 from benchmarks.common.programs import ROOT, fail
 from benchmarks.common.results import describe, estimate, machine_of, table
-from benchmarks.learning import report
+from benchmarks.learning import report, speedrun, time_to_score
 from benchmarks.pools import env_pools
 from benchmarks.pools.env_pools import milliseconds, named
 from benchmarks.throughput import throughput
@@ -80,6 +80,41 @@ def speed_section() -> list[str]:
     lines += ["[Everything that was measured](benchmarks/results/throughput/throughput.md), with peak memory, the time"]
     lines += ["of each part and LeanRL's published figures. The environment alone takes random actions, and no pause."]
     return [*lines, *sources([result for results in machines.values() for result in results]), ""]
+
+
+def score_section() -> list[str]:
+    """The tables of the time to a score, one for each machine, and the board of the fastest settings."""
+    machines, lines = {}, []
+    for result in load("time_to_score/*.json"):
+        machines.setdefault(machine_of(result["provenance"]), []).append(result)
+    for machine, results in machines.items():
+        names = list(dict.fromkeys(name for result in results for name in result["contestants"]))
+        header = [f"seconds from pressing Enter to a score, {machine}", "score", *map(plots.label, names)]
+        rows = []
+        for result in results:
+            rows.append([f"`{result['script']}`, {result['env_id']}" + f" `{result['flags']}`" * bool(result["flags"])])
+            rows[-1] += [f"{result['score']:,g}", *(score_cell(result["contestants"].get(name, [])) for name in names)]
+        lines += [*table(header, rows), ""]
+        lines += [
+            "The mean over the seeds, with its 95 % interval; a run that never gets there counts with its length."
+        ]
+        lines += ["[All that was measured](benchmarks/results/time_to_score/time_to_score.md).", *sources(results), ""]
+    records = load("speedrun/*.json")
+    if records:
+        lines += [
+            "The speedrun board: the fastest settings of our own scripts that reach a score with 9 of 10 seeds.",
+            "",
+        ]
+        lines += [*speedrun.board(records), "[How each was measured](benchmarks/results/speedrun/speedrun.md).", ""]
+    return lines
+
+
+def score_cell(results: list[dict]) -> str:
+    """Seconds until a score, and how many of the runs got there."""
+    own = time_to_score.summarize(results)
+    if not own["runs"]:
+        return "failed" if results else "-"
+    return f"{estimate(own['mean'], own['interval'], ',.0f')}, {own['reached']} of {own['runs']}"
 
 
 def gpu_section() -> list[str]:
@@ -213,13 +248,21 @@ def render(text: str) -> str:
     """The text of RESULTS.md with its tables made anew."""
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
-    sections = [*speed_section(), *gpu_section(), *learning_section(), *inference_section(), *rollout_section()]
+    sections = [
+        *speed_section(),
+        *score_section(),
+        *gpu_section(),
+        *learning_section(),
+        *inference_section(),
+        *rollout_section(),
+    ]
     return "\n".join([before + BEGIN, "", *sections, *pool_section(), END + after])
 
 
 def write_summaries(results: Path) -> None:
     """Write the Markdown and the figures below a folder of results."""
     rooms = {"throughput": throughput, "inference": inference, "rollout": rollout, "env_pools": env_pools}
+    rooms |= {"time_to_score": time_to_score, "speedrun": speedrun}
     for name, room in rooms.items():
         room.write_summary(results / name)
     for path in sorted(results.glob("**/report.json")):

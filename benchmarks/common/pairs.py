@@ -1,0 +1,171 @@
+"""The table of pairs: what tests and benchmarks must know of a pair, and can't read from its scripts.
+
+A new pair is its two scripts and an entry here; a test names the pair that has none. Environments of `tiny_envs` are
+those of tests/tiny_envs.py. The order is that in which a GPU's time is given to the pairs: the most telling ones first.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Settings = dict[str, Any]  # fields of a script's Args
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """One pair. Of one that has tests of its own, what the common ones need may be left out."""
+
+    # How it acts in its default environment: a class of acting/networks.py, shape of an observation (bytes where it is
+    # an image), number of actions or of their dimensions
+    acts: str
+    obs_shape: tuple[int, ...]
+    num_actions: int
+    # Its algorithm in throughput/peers.py, if other libraries can train as it does; LeanRL's steps/s on one H100; the
+    # environments to time until CleanRL's score, which benchmarks/reference/scores.csv must have
+    peers: str | None = None
+    leanrl: dict[str, int] = field(default_factory=dict)
+    scored: tuple[str, ...] = ()
+
+    # The file of its tests, if it fits none of the common ones, which need all of these:
+    own_tests: str | None = None
+    small: Settings = field(default_factory=dict)  # a run of about a second that learns
+    stream: Settings = field(default_factory=dict)  # those of a whole run: nothing done changes what is seen
+    shows: dict[str, float] = field(default_factory=dict)  # settings, and a factor to them that must not go unnoticed
+    compiled_with: tuple[Settings, ...] = ()  # settings by which a compiled graph becomes another one
+    learns_with: tuple[Settings, ...] = ()  # more settings that must get past the first update
+    launches: tuple[int, ...] = ()  # kernels of each CUDA graph, in the order in which the script makes them
+    task: Settings = field(default_factory=dict)  # a short run that learns to reach
+    goal: tuple[float, float] = (0.0, 0.0)  # the return of doing nothing or of chance, and that to reach
+    learn_value: Settings | None = None  # a run that learns the value of the one state of `tiny_envs:Same`
+
+    # Limits of tests/test_scripts_agree.py that it may pass for a reason, and names of which it has a text of its own
+    most_changes: int = 25  # lines above the rule in which its two scripts differ
+    most_above: int = 360  # lines above the rule
+    most_lines: int = 935  # in all
+    own_texts: tuple[str, ...] = ()
+
+
+SEVERAL = {"num_envs": 3, "sync_envs": True}
+MANY = {"num_envs": 16, "sync_envs": True}
+REACH, CHOOSE = {"env_id": "tiny_envs:Reach-v0"}, {"env_id": "tiny_envs:Choose-v0"}
+STREAM, DISCRETE_STREAM = {"env_id": "tiny_envs:Stream-v0"}, {"env_id": "tiny_envs:DiscreteStream-v0"}
+ON_POLICY = {
+    "num_steps": 64, "num_minibatches": 4, "update_epochs": 4, "learning_rate": 3e-3, "total_timesteps": 384,
+}  # fmt: skip
+OFF_POLICY = {"total_timesteps": 400, "learning_starts": 100, "buffer_size": 250, "batch_size": 16, "log_every": 50}
+# One worker, forked: it knows what a test has changed in its process, and starts in no time
+POOL = {"num_workers": 1, "ready_batch": 0, "start_method": "fork"}
+# By these SAC and TD3 learn in little time
+FAST = {"gamma": 0.9, "tau": 0.02}
+# Whole runs: learning rates fall, a replay buffer is written over, a target network moves
+ON_POLICY_STREAM = {"total_timesteps": 24 * 64}
+OFF_POLICY_STREAM = {"total_timesteps": 390, "log_every": 30}
+ACTOR_LEARNS = {"policy_frequency": 1}, {"policy_frequency": 3}, MANY
+CARTPOLE = {
+    "env_id": "CartPole-v1", "total_timesteps": 20480, "num_steps": 128, "update_epochs": 4, "learning_rate": 1e-3,
+}  # fmt: skip
+PENDULUM = FAST | {"env_id": "Pendulum-v1", "learning_starts": 300, "buffer_size": 10000, "batch_size": 64}
+PPO_VALUE = {
+    "num_steps": 64, "total_timesteps": 64 * 40, "num_minibatches": 4, "update_epochs": 5, "learning_rate": 3e-3,
+    "anneal_lr": False, "clip_vloss": False, "max_grad_norm": 10.0,
+}  # fmt: skip
+OFF_POLICY_VALUE = {"total_timesteps": 1500, "learning_starts": 100, "buffer_size": 2000}
+
+TABLE = {
+    "ppo_continuous_action": Pair(
+        acts="Gaussian", obs_shape=(17,), num_actions=6, peers="ppo",
+        leanrl={"CleanRL": 652, "eager": 683, "compile": 908, "compile+cudagraphs": 1774},
+        scored=("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"),
+        small=REACH | {"num_envs": 1} | ON_POLICY,
+        stream=STREAM | ON_POLICY_STREAM,
+        shows={"gamma": 0.99, "clip_coef": 0.99},
+        compiled_with=({"norm_adv": False, "ent_coef": 0.01},),
+        launches=(794,),
+        task={"env_id": "InvertedPendulum-v5", "total_timesteps": 20480, "num_steps": 512, "num_minibatches": 8,
+              "update_epochs": 10, "learning_rate": 1e-3},
+        goal=(30, 500),
+        learn_value=PPO_VALUE,
+    ),
+    "sac_continuous_action": Pair(
+        acts="SquashedGaussian", obs_shape=(17,), num_actions=6, peers="sac",
+        leanrl={"CleanRL": 127, "eager": 130, "compile": 255, "compile+cudagraphs": 725},
+        scored=("HalfCheetah-v4",),
+        small=REACH | OFF_POLICY | FAST,
+        stream=STREAM | OFF_POLICY_STREAM,
+        shows={"gamma": 0.99, "policy_frequency": 1.5},
+        compiled_with=(
+            {"autotune": False, "policy_frequency": 3, "target_network_frequency": 2, **SEVERAL},
+            {"policy_frequency": 1},
+        ),
+        learns_with=(
+            {"autotune": False, "alpha": 0.1}, {"target_network_frequency": 2}, {"matmul_precision": "medium"},
+            *ACTOR_LEARNS,
+        ),
+        launches=(29, 97, 368),
+        task=PENDULUM | {"total_timesteps": 4000, "policy_lr": 3e-3, "q_lr": 3e-3},
+        goal=(-1200, -250),
+        learn_value=OFF_POLICY_VALUE | {"tau": 0.2, "autotune": False, "alpha": 1e-3, "total_timesteps": 600,
+                                         "batch_size": 64},
+        most_changes=39,  # the critics are stacked
+    ),
+    "td3_continuous_action": Pair(
+        acts="Deterministic", obs_shape=(17,), num_actions=6, peers="td3",
+        leanrl={"CleanRL": 272, "eager": 247, "compile": 272, "compile+cudagraphs": 936},
+        scored=("HalfCheetah-v4",),
+        small=REACH | OFF_POLICY | FAST,
+        stream=STREAM | OFF_POLICY_STREAM,
+        shows={"tau": 1.01, "policy_noise": 1.01},
+        compiled_with=({"policy_frequency": 3, **SEVERAL},),
+        learns_with=ACTOR_LEARNS,
+        launches=(16, 77, 126),
+        task=PENDULUM | {"total_timesteps": 3500, "learning_rate": 2e-3, "exploration_noise": 0.3},
+        goal=(-1200, -250),
+        learn_value=OFF_POLICY_VALUE | {"tau": 0.4, "learning_rate": 1e-3, "total_timesteps": 600, "batch_size": 64},
+        most_changes=39,  # the critics are stacked
+    ),
+    "ppo_atari_envpool": Pair(
+        acts="Categorical", obs_shape=(21, 21, 64), num_actions=4, peers="ppo",
+        leanrl={"CleanRL": 1022, "eager": 3728, "compile": 3841, "compile+cudagraphs": 6809},
+        own_tests="test_atari.py",
+        most_above=420,
+        own_texts=("Envs",),  # games come in pools, as stacks of frames
+    ),
+    "dqn": Pair(
+        acts="EpsilonGreedy", obs_shape=(4,), num_actions=2, peers="dqn",
+        scored=("CartPole-v1", "Acrobot-v1"),
+        small=CHOOSE | {"train_frequency": 5, "target_network_frequency": 50} | OFF_POLICY,
+        stream=DISCRETE_STREAM | OFF_POLICY_STREAM,
+        shows={"gamma": 0.99, "target_network_frequency": 2},
+        compiled_with=({"double_dqn": True, "tau": 0.5, **SEVERAL},),
+        learns_with=({"double_dqn": True}, {"tau": 0.3}),
+        launches=(47,),
+        task={"env_id": "CartPole-v1", "total_timesteps": 20000, "learning_starts": 1000, "buffer_size": 10000,
+              "batch_size": 128, "train_frequency": 2, "target_network_frequency": 200, "learning_rate": 5e-4,
+              "exploration_fraction": 0.2, "gamma": 0.98},
+        goal=(30, 195),
+        learn_value=OFF_POLICY_VALUE | {"train_frequency": 1, "target_network_frequency": 25, "learning_rate": 3e-3},
+    ),
+    "ppo": Pair(
+        acts="Categorical", obs_shape=(4,), num_actions=2, peers="ppo",
+        scored=("CartPole-v1", "Acrobot-v1"),
+        small=CHOOSE | {"num_envs": 1} | ON_POLICY,
+        stream=DISCRETE_STREAM | ON_POLICY_STREAM,
+        shows={"clip_coef": 0.99},
+        compiled_with=({**SEVERAL, "clip_vloss": False, "total_timesteps": 8 * 192},),
+        launches=(786,),
+        task=CARTPOLE | {"num_envs": 4},
+        goal=(30, 200),
+        learn_value=PPO_VALUE,
+    ),
+    "ppo_env_pool": Pair(
+        acts="PooledCategorical", obs_shape=(4,), num_actions=2,
+        small=REACH | POOL | ON_POLICY,
+        stream=STREAM | ON_POLICY_STREAM,
+        compiled_with=({**DISCRETE_STREAM, "num_envs": 2, "target_kl": 0.02},),
+        launches=(826,),
+        task=CARTPOLE | {"num_workers": 4, "ready_batch": 2},
+        goal=(30, 200),
+        learn_value=PPO_VALUE,
+        most_above=400,
+        most_lines=1095,
+    ),
+}  # fmt: skip

@@ -1,0 +1,160 @@
+"""The speedrun board: settings of our own scripts that reach a score soon: ./run.sh speedrun PAIR ENV_ID --flags="...".
+
+A record is a variant of a pair with flags that reach the score with at least 9 of 10 seeds. The flags may say anything
+but another task; the seeds are not those by which settings are looked for. Beside it, in turns, run the pair at its
+default flags and Stable-Baselines3 at its own defaults. `./run.sh time-to-score` says what is timed and how.
+
+Measures: the wall time from the start of the process until the mean return of the last 100 episodes reaches the score.
+Takes: as long as the runs: CartPole about 15 minutes with what runs beside it, HalfCheetah about three hours.
+Leaves: in --out one JSON file for each record, written anew after each seed, and the board of all that lie there,
+speedrun.md.
+"""
+
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from tqdm import tqdm
+
+from benchmarks.common import plots
+from benchmarks.common.programs import (
+    AT_DEFAULTS,
+    Variant,
+    check_installed,
+    check_known,
+    check_positive,
+    fail,
+    pairs,
+)
+from benchmarks.common.results import describe, make_folder, provenance, stoppable, table, write_json
+from benchmarks.learning.time_to_score import (
+    Contestant,
+    cells,
+    contestants_of,
+    each_success,
+    file_name,
+    measure,
+    published,
+    rows_of,
+)
+
+SHARE, SEEDS = 0.9, 10  # of its runs that must get there, and how many there must be, for a record
+RECORD, DEFAULTS, SB3 = "record", "defaults", f"sb3{AT_DEFAULTS}"  # contestants
+LABELS = {DEFAULTS: "our default flags, eager", SB3: "SB3 at its defaults"}
+INTRODUCTION = f"""
+Settings of our own scripts that reach a score with at least {SHARE:.0%} of {SEEDS} seeds, the fastest first. Wall time
+from the start of the process, imports and compiling included, until the mean return of the last 100 training episodes
+reaches the score; a run that never does counts with its whole length. The task is unchanged, and the seeds are not
+those by which the settings were found. Beside each, in turns on the same machine, its pair at the default flags and
+Stable-Baselines3 as its users start it.
+""".strip()
+
+
+@dataclass
+class Options:
+    script: tyro.conf.Positional[str]  # a pair, by the name of its eager twin
+    env_id: tyro.conf.Positional[str]
+    flags: str = ""  # the settings, as in --flags="--num-envs 8 --learning-rate 1e-3"
+    variant: Variant = "eager"
+    cache: Literal["cold", "warm"] = "cold"  # the compile cache of a compiled variant, empty or filled
+    score: float | None = None  # mean return to reach; by default that which CleanRL publishes
+    name: str = "1"  # of the record: another one of the same task goes into a file of its own
+    beside: tuple[Literal["defaults", "sb3-defaults"], ...] = (DEFAULTS, SB3)  # to measure in turns with it
+    seeds: tuple[int, ...] = tuple(range(101, 101 + SEEDS))
+    timeout: float = 3600.0  # seconds after which a run is ended and counts as one that never got there
+    out: Path = Path("runs/speedrun")  # folder of the board; that of RESULTS.md: benchmarks/results/speedrun
+
+
+def is_record(result: dict) -> bool:
+    rows = rows_of(result["contestants"][RECORD])
+    return len(rows) >= SEEDS and rows[:, 1].mean() >= SHARE
+
+
+def place(result: dict) -> tuple:
+    """Where a result stands on the board: by task; records first, the fastest first."""
+    return (
+        result["env_id"],
+        -result["score"],
+        not is_record(result),
+        each_success(rows_of(result["contestants"][RECORD])),
+    )
+
+
+def rows_on_board(result: dict) -> list[list[str]]:
+    """The row of a record, and those of what was measured beside it."""
+    contestants, how = result["contestants"], result["settings"]
+    beside = [contestants.get(name) for name in LABELS]
+    cache = f", {how['cache']} cache" if how["variant"].startswith("compile") else ""
+    label = f"`{result['script']}`, {plots.label(how['variant'])}{cache}: `{how['flags'] or 'default flags'}`"
+    label += " (no record)" * (not is_record(result))
+    names = {RECORD: label} | {name: f"beside it: {text}" for name, text in LABELS.items()}
+    return [cells(names[name], own, beside) for name, own in contestants.items()]
+
+
+def board(results: list[dict]) -> list[str]:
+    """Lines of Markdown: a table for each task."""
+    tasks = {}
+    for result in sorted(results, key=place):
+        tasks.setdefault(f"{result['env_id']} to {result['score']:,g}", []).append(result)
+    lines = []
+    for task, own in tasks.items():
+        header = [task, "got there", "seconds until then [95 %]", "seconds for each that got there", "steps, median"]
+        header += [f"times as fast as {LABELS[name]} [95 %]" for name in (DEFAULTS, SB3)]
+        lines += [*table(header, [row for result in own for row in rows_on_board(result)]), ""]
+    return lines
+
+
+def load(folder: Path) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def write_summary(out: Path) -> str:
+    """Make `speedrun.md` of all results in a folder; returns the Markdown."""
+    results = load(out)
+    lines = ["# Speedrun board", "", INTRODUCTION, "", *board(results)]
+    for result in sorted(results, key=place):
+        lines += [f"`{result['script']}` on {result['env_id']} to {result['score']:,g}, record {result['name']}:"]
+        lines += [f"measured {describe(result['provenance'])}", ""]
+    text = "\n".join(lines)
+    if results:
+        (out / "speedrun.md").write_text(text)
+    return text
+
+
+def check(options: Options) -> None:
+    """Refuse what can't work."""
+    check_known("script", [options.script], pairs())
+    check_positive(options, "timeout")
+    if not options.seeds:
+        fail("--seeds: name at least one")
+    if any(word.startswith(("--env-id", "--seed", "--env-kwargs")) for word in shlex.split(options.flags)):
+        fail("--flags: a record is for the task as it is, and for any seed")
+    check_installed(tuple(name.removesuffix(AT_DEFAULTS) for name in options.beside if name == SB3))
+    make_folder(options.out)
+
+
+def main(options: Options) -> None:
+    check(options)
+    score = published(options.script, options.env_id) if options.score is None else options.score
+    ours = {x.cache: x for x in contestants_of([options.variant], ())}
+    cache = ours.get(options.cache, ours.get(None)).cache
+    contestants = [Contestant(RECORD, options.variant, tuple(shlex.split(options.flags)), cache)]
+    programs = {DEFAULTS: "eager", SB3: SB3}
+    contestants += [Contestant(name, programs[name]) for name in options.beside]
+    settings = {"variant": options.variant, "cache": options.cache, "flags": options.flags}
+    shared = {"script": options.script, "env_id": options.env_id, "score": score, "name": options.name}
+    path = options.out / file_name(options.script, options.env_id, f"{score:g}", options.name)
+
+    def on_seed(known: dict) -> None:
+        write_json(path, {**shared, "settings": settings, "contestants": known, "provenance": provenance()})
+        write_summary(options.out)
+
+    total = len(contestants) * len(options.seeds)
+    kept = f"the seeds that were finished before lie in {options.out}"
+    with stoppable(kept), tqdm(total=total, unit="run") as bar:
+        measure((options.script, options.env_id), score, contestants, options.seeds, options.timeout, on_seed, bar)
+    print(write_summary(options.out))
+    print(f"written to {path}")

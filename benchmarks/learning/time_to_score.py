@@ -1,0 +1,307 @@
+"""How long it takes from pressing Enter to a policy that is good enough: ./run.sh time-to-score.
+
+For each task, a pair on an environment for which CleanRL publishes a score, all contestants are started in turns, seed
+by seed, in one order and for the next seed in the other (A B B A): eager, compiled with an empty and with a filled
+compile cache, and other libraries at the same settings. A run is over when it gets there; else it goes to its end.
+
+Measures: the wall time from the start of the process, imports and compiling included, until the mean return of the last
+100 training episodes first reaches the score; and the share of the runs that get there.
+Takes: at the defaults about 14 hours, of which CartPole and Acrobot take three; `--tasks ppo:CartPole-v1` takes half an
+hour. SAC and TD3 are measured only if they are named: that takes days.
+Leaves: in --out one JSON file for each task, written anew after each seed, and of all that lie there time_to_score.md
+and time_to_score.png.
+"""
+
+import json
+import re
+import shlex
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from tqdm import tqdm
+
+from benchmarks.common import plots, processes, runs, steady
+from benchmarks.common.pairs import TABLE
+from benchmarks.common.programs import (
+    Variant,
+    check_installed,
+    check_known,
+    check_positive,
+    command,
+    default_variants,
+    fail,
+    has_peers,
+    pairs,
+)
+from benchmarks.common.results import describe, estimate, make_folder, provenance, stoppable, table, write_json
+from benchmarks.learning import report
+from benchmarks.throughput import peers
+
+LOOK = 0.5  # seconds between two looks into a log: the time that counts is that of the line, not of the look
+DEFAULT = ("ppo", "dqn")  # algorithms whose tasks are measured if none is named
+INTRODUCTION = f"""
+Wall time from the start of the process, imports and compiling included, until the mean return of the last
+{runs.LAST_EPISODES} training episodes first reaches a score. A run that never does counts with its whole length.
+"For each that got there": the time of all runs divided by the number of those that got there, which is what somebody
+waits who starts anew whenever a run was in vain. Cold: the compile cache is empty; warm: an earlier run has filled it.
+""".strip()
+
+
+@dataclass
+class Options:
+    tasks: tuple[str, ...] = ()  # as in ppo:CartPole-v1; by default those of PPO and DQN with a published score
+    variants: tuple[Variant, ...] = ()  # by default those of use here; compiled ones with a cold and with a warm cache
+    peers: tuple[Literal["sb3", "sbx"], ...] = ("sb3", "sbx")  # libraries to measure beside them
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    score: float | None = None  # mean return to reach; by default that which CleanRL publishes
+    flags: str = ""  # more flags for all contestants, as in --flags="--total-timesteps 200000"
+    timeout: float = 14_400.0  # seconds after which a run is ended and counts as one that never got there
+    out: Path = Path("runs/time-to-score")  # of the results; those of RESULTS.md: benchmarks/results/time_to_score
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way to train for a task."""
+
+    name: str
+    program: str  # a variant of the pair, or a peer
+    flags: tuple[str, ...] = ()
+    cache: str | None = None  # cold, warm or, of a program that compiles nothing, None
+
+
+def contestants_of(variants: list[str] | tuple[str, ...], own_peers: tuple[str, ...]) -> list[Contestant]:
+    """The variants and peers; what is compiled, by either cache."""
+    found = []
+    for variant in variants:
+        caches = ("cold", "warm") if variant.startswith("compile") else (None,)
+        found += [Contestant(f"{variant} ({x})" if x else variant, variant, cache=x) for x in caches]
+    return found + [Contestant(peer, peer) for peer in own_peers]
+
+
+def written(log: Path) -> tuple[list[dict], float]:
+    """(lines of a log, seconds on the clock of time.time() at which the last of them was written)."""
+    while True:
+        before = log.stat().st_mtime
+        lines, _ = runs.read_lines(log)
+        if log.stat().st_mtime == before:
+            return lines, before
+
+
+def run_once(
+    arguments: list[str], find: Callable[[list[dict]], int | None], timeout: float, **environment: str
+) -> dict:
+    """Run a program until `find` gives the index of a line of its log; it is ended then, or after so many seconds.
+
+    Returns whether it `reached` such a line; the `seconds` until that was written, or else until the end; the `steps`
+    up to then; the `best` mean return of the last episodes; and why it `failed`, if it did.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log, lines, found, last = Path(folder, "run", "metrics.jsonl"), [], None, 0.0
+        begin = time.time()
+        child = processes.start([*arguments, "--run-dir", str(log.parent)], Path(folder, "output"), **environment)
+        try:
+            while found is None and child.poll() is None and time.time() - begin < timeout:
+                child.wait(LOOK)
+                with suppress(FileNotFoundError):
+                    lines, last = written(log)
+                found = find(lines)
+        finally:
+            has_ended, code = child.poll() is not None, child.stop()
+        means = runs.running_returns(runs.Run(log, {}, lines))
+        best = {"best": float(np.nanmax(means)) if not np.isnan(means).all() else None}
+        if found is not None:
+            # The log's clock starts later than the process: how much later is known of the last line
+            seconds = last - begin - (lines[-1]["seconds"] - lines[found]["seconds"])
+            return {"reached": True, "seconds": seconds, "steps": lines[found]["global_step"], **best}
+        result = {"reached": False, "seconds": child.seconds if has_ended else timeout}
+        result |= {"steps": lines[-1]["global_step"] if lines else 0, **best}
+        if has_ended and code:
+            tqdm.write(child.last_lines())
+            result["failed"] = f"exit code {code}"
+        return result
+
+
+def is_warm(lines: list[dict]) -> int | None:
+    """Index of a line by which all is compiled."""
+    first = steady.first_update(lines)
+    return first if first is not None and len(lines) > first + steady.FIRST_LINES else None
+
+
+def measure(
+    task: tuple[str, str],
+    score: float,
+    contestants: list[Contestant],
+    seeds: tuple[int, ...],
+    timeout: float,
+    on_seed: Callable[[dict[str, list[dict]]], None],
+    bar: tqdm,
+) -> None:
+    """Run all contestants for a task (script, environment) with each seed; `on_seed` gets what is known, by name."""
+    script, env_id = task
+    results, find = {x.name: [] for x in contestants}, partial(runs.reaches, score=score)
+    with tempfile.TemporaryDirectory() as folder:
+
+        def run(contestant: Contestant, seed: int, cache: str, find: Callable) -> dict:
+            flags = ["--env-id", env_id, "--seed", str(seed), *contestant.flags]
+            arguments = [*command(script, contestant.program), *flags]
+            bar.set_postfix_str(f"{script} on {env_id}: {contestant.name}, seed {seed}")
+            return run_once(arguments, find, timeout, TORCHINDUCTOR_CACHE_DIR=str(Path(folder, cache)))
+
+        for contestant in [x for x in contestants if x.cache == "warm"]:
+            run(contestant, 0, contestant.name, is_warm)
+        for i, seed in enumerate(seeds):
+            for contestant in contestants[:: 1 if i % 2 == 0 else -1]:
+                cache = f"{contestant.name} {seed}" if contestant.cache == "cold" else contestant.name
+                results[contestant.name].append({"seed": seed, **run(contestant, seed, cache, find)})
+                bar.update()
+            on_seed(results)
+
+
+def rows_of(results: list[dict]) -> np.ndarray:
+    """(seconds, whether it got there) of each run that did not fail: (runs, 2)."""
+    return np.array([(x["seconds"], x["reached"]) for x in results if "failed" not in x], dtype=float).reshape(-1, 2)
+
+
+def each_success(rows: np.ndarray) -> float:
+    """Seconds of all runs for each that got there; infinity if none did."""
+    seconds, reached = rows.sum(0)
+    return seconds / reached if reached else np.inf
+
+
+def times_as_fast(strata: list[np.ndarray]) -> np.ndarray:
+    """How many times as fast the first of two contestants gets there: 0 or infinity where one never does, 1 if none."""
+    first, second = map(each_success, strata)
+    return np.array(1.0 if first == second else second / first)
+
+
+def summarize(results: list[dict]) -> dict:
+    """What the runs of one contestant come to: `share`, `mean` seconds with `interval`, `each`, median `steps`."""
+    rows = rows_of(results)
+    if not len(rows):
+        return {"runs": 0, "failed": len(results)}
+    steps = [x["steps"] for x in results if x["reached"]]
+    summary = {"runs": len(rows), "reached": int(rows[:, 1].sum()), "failed": len(results) - len(rows)}
+    summary |= {"mean": float(rows[:, 0].mean()), "interval": report.interval([rows[:, 0]], lambda x: x[0].mean())}
+    return summary | {"each": float(each_success(rows)), "steps": float(np.median(steps)) if steps else None}
+
+
+def compared(results: list[dict], others: list[dict]) -> str:
+    """How many times as fast the first gets there, with its interval, as a cell."""
+    strata = [rows_of(results), rows_of(others)]
+    if not all(len(rows) and rows[:, 1].any() for rows in strata):
+        return "-"
+    return estimate(float(times_as_fast(strata)), report.interval(strata, times_as_fast), ".2f")
+
+
+def cells(name: str, results: list[dict], others: list[list[dict] | None]) -> list[str]:
+    """A row of a table: what a contestant took, and how many times as fast as each of the others it was."""
+    own = summarize(results)
+    if not own["runs"]:
+        return [name, f"{own['failed']} failed", *["-"] * (3 + len(others))]
+    there = f"{own['reached']} of {own['runs']}" + f", {own['failed']} failed" * bool(own["failed"])
+    each = f"{own['each']:,.1f}" if own["reached"] else "never"
+    steps = f"{own['steps']:,.0f}" if own["steps"] else "-"
+    ratios = [compared(results, x) if x and x is not results else "-" for x in others]
+    return [name, there, estimate(own["mean"], own["interval"]), each, steps, *ratios]
+
+
+def section(result: dict) -> list[str]:
+    """What Markdown says on one task."""
+    contestants = result["contestants"]
+    header = ["program", "got there", "seconds until then [95 %]", "seconds for each that got there", "steps, median"]
+    header += ["times as fast as SB3 [95 %]", "as eager [95 %]"]
+    others = [contestants.get("sb3"), contestants.get("eager")]
+    rows = [cells(plots.label(name), own, others) for name, own in contestants.items()]
+    title = f"## {result['script']} on {result['env_id']}, to {result['score']:,g}"
+    lines = [title + f" ({result['flags']})" * bool(result["flags"]), "", *table(header, rows), ""]
+    lines += [f"{plots.label(peer)} differs: {text}.\n" for peer, text in result["differences"].items()]
+    return [*lines, f"Seeds {', '.join(map(str, result['seeds']))}; measured {describe(result['provenance'])}", ""]
+
+
+def draw(results: list[dict], path: Path) -> None:
+    """For each task the share of the runs that have got there, over time."""
+    with plots.figure(path, rows=-(-len(results) // 2), columns=min(len(results), 2)) as axes:
+        for axis in axes.flat[len(results) :]:
+            axis.set_visible(False)
+        for axis, result in zip(axes.flat, results, strict=False):
+            for name, own in result["contestants"].items():
+                rows = rows_of(own)
+                times, ends = np.sort(rows[rows[:, 1] > 0, 0]), rows[:, 0].max(initial=0)
+                shares = np.arange(len(times) + 1) / max(len(rows), 1)
+                style = {"where": "post", "color": plots.colour(name), "label": plots.label(name)}
+                style["linestyle"] = ":" if "cold" in name else "-"
+                axis.step([0, *times, ends], [*shares, shares[-1]], **style)
+            title = f"{result['script']} on {result['env_id']}, to {result['score']:,g}"
+            plots.describe_axis(axis, title, "wall time (s)", "share that got there")
+            axis.legend()
+
+
+def write_summary(out: Path) -> str:
+    """Make `time_to_score.md` and `time_to_score.png` of all results in a folder; returns the Markdown."""
+    results = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+    lines = ["# Time to score", "", INTRODUCTION, "", "![share that got there](time_to_score.png)", ""]
+    text = "\n".join(lines + [line for result in results for line in section(result)])
+    if results:
+        (out / "time_to_score.md").write_text(text)
+        draw(results, out / "time_to_score.png")
+    return text
+
+
+def file_name(*words: str) -> str:
+    """Of a result, by what it is about."""
+    return re.sub(r"[^\w.-]+", "_", "_".join(words)).strip("_") + ".json"
+
+
+def published(script: str, env_id: str) -> float:
+    """The score that CleanRL publishes; refused if there is none."""
+    row = report.read_reference().get((script, env_id))
+    if row is None:
+        fail(f"CleanRL publishes no score of {script} on {env_id}: name one with --score")
+    return float(row["mean_return"])
+
+
+def check(options: Options) -> list[tuple[str, str]]:
+    """Refuse what can't work; returns the tasks (script, environment)."""
+    own = [f"{name}:{env_id}" for name, pair in TABLE.items() if pair.peers in DEFAULT for env_id in pair.scored]
+    tasks = [tuple(task.split(":", 1)) for task in options.tasks or own]
+    if wrong := [task for task in tasks if len(task) != 2]:
+        fail(f"--tasks {wrong[0][0]}: name script and environment, as in ppo:CartPole-v1")
+    check_known("script", [script for script, _ in tasks], pairs())
+    check_positive(options, "timeout")
+    if not options.seeds:
+        fail("--seeds: name at least one")
+    check_installed(options.peers)
+    make_folder(options.out)
+    return tasks
+
+
+def main(options: Options) -> None:
+    tasks = check(options)
+    plans = []
+    for script, env_id in tasks:
+        own = contestants_of(options.variants or default_variants(), options.peers if has_peers(script) else ())
+        score = published(script, env_id) if options.score is None else options.score
+        flags = tuple(shlex.split(options.flags))
+        plans.append(((script, env_id), score, [Contestant(x.name, x.program, flags, x.cache) for x in own]))
+    total = sum(len(contestants) * len(options.seeds) for _, _, contestants in plans)
+    with stoppable(f"the seeds that were finished before lie in {options.out}"), tqdm(total=total, unit="run") as bar:
+        for task, score, contestants in plans:
+            shared = {"script": task[0], "env_id": task[1], "score": score, "flags": options.flags}
+            shared["differences"] = peers.differences(task[0], [x.name for x in contestants])
+
+            def on_seed(known: dict, shared: dict = shared) -> None:
+                seeds = [x["seed"] for x in next(iter(known.values()))]
+                result = {**shared, "seeds": seeds, "contestants": known, "provenance": provenance()}
+                write_json(options.out / file_name(shared["script"], shared["env_id"], options.flags), result)
+                write_summary(options.out)
+
+            measure(task, score, contestants, options.seeds, options.timeout, on_seed, bar)
+    print(write_summary(options.out))
+    print(f"written to {options.out}")

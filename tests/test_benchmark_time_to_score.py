@@ -1,0 +1,180 @@
+"""Wall time until a policy is good enough, and the board of the fastest settings."""
+
+import importlib.util
+import json
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+from benchmark_helpers import make_line, refusal
+from tqdm import tqdm
+
+from benchmarks.common import runs
+from benchmarks.common.programs import SCRIPTS, load_script
+from benchmarks.learning import report, speedrun, time_to_score
+from benchmarks.learning.time_to_score import Contestant, contestants_of, measure, run_once, summarize
+from benchmarks.throughput import peers
+
+# Sleeps, then writes a line each 0.1 s: one episode of a return that rises by 10 up to a limit; ends after 20 lines
+PROGRAM = """
+import json, os, signal, sys, time
+folder, delay, most, code = sys.argv[sys.argv.index("--run-dir") + 1], *map(float, sys.argv[1:4])
+time.sleep(delay)
+os.mkdir(folder)
+start = time.perf_counter()
+with open(folder + "/metrics.jsonl", "w", buffering=1) as log:
+    for i in range(1, 21):
+        time.sleep(0.1)
+        line = {"global_step": 100 * i, "seconds": time.perf_counter() - start, "charts/episodes": 100}
+        print(json.dumps(line | {"charts/episodic_return": min(10 * i, most), "losses/x": 1}), file=log)
+sys.exit(int(code))
+"""
+
+
+def program(delay: float = 0.0, most: float = 1000, code: int = 0) -> list[str]:
+    return [sys.executable, "-c", PROGRAM, str(delay), str(most), str(code)]
+
+
+def outcome(seconds: float, reached: bool = True, **more) -> dict:
+    return {"seed": 1, "seconds": seconds, "reached": reached, "steps": 100 * seconds, "best": 1.0, **more}
+
+
+def test_the_mean_of_the_last_episodes_is_that_of_single_episodes():
+    rng = np.random.default_rng(1)
+    counts, returns = rng.integers(0, 9, size=60), rng.normal(size=60)
+    rows = [(x, n) if n else (None, None) for x, n in zip(returns.tolist(), counts.tolist(), strict=True)]
+    lines = [make_line(i, *row) for i, row in enumerate(rows)]
+    means = runs.running_returns(runs.Run(None, {}, lines), episodes=20)
+    for i in range(60):
+        episodes = np.repeat(returns[: i + 1], counts[: i + 1])[-20:]
+        known = counts[i] and len(episodes) == 20
+        assert means[i] == pytest.approx(episodes.mean()) if known else np.isnan(means[i])
+    assert means[np.flatnonzero(counts)[-1]] == pytest.approx(runs.final_return(runs.Run(None, {}, lines), 20))
+    best = np.nanmax(means)
+    assert runs.reaches(lines, best, 20) == np.nanargmax(means) and runs.reaches(lines, best + 1e-6, 20) is None
+
+
+@pytest.mark.alone
+def test_time_is_that_of_the_line_from_the_start_of_the_process():
+    """Half a second before the log begins counts, and that of looking does not; what got there is ended."""
+    result = run_once(program(delay=0.5), partial(runs.reaches, score=45), timeout=30)
+    assert result["reached"] and result["steps"] == 500 and "failed" not in result
+    assert 1.0 < result["seconds"] < 1.4
+
+
+@pytest.mark.alone
+def test_a_run_that_never_gets_there_counts_with_its_length():
+    result = run_once(program(most=30), partial(runs.reaches, score=45), timeout=30)
+    assert not result["reached"] and 2.0 < result["seconds"] < 2.9
+    assert result["steps"] == 2000 and result["best"] == 30
+    late = run_once(program(most=30), partial(runs.reaches, score=45), timeout=0.5)
+    assert not late["reached"] and late["seconds"] == 0.5 and "failed" not in late
+    assert run_once([sys.executable, "-c", "raise SystemExit(3)"], lambda _: None, 30)["failed"] == "exit code 3"
+
+
+def test_turns_alternate_and_each_cold_run_has_an_empty_cache(monkeypatch):
+    calls = []
+
+    def run_once(arguments, _find, _timeout, TORCHINDUCTOR_CACHE_DIR):
+        calls.append((arguments[-1], arguments[arguments.index("--seed") + 1], TORCHINDUCTOR_CACHE_DIR.split("/")[-1]))
+        return outcome(1.0)
+
+    monkeypatch.setattr(time_to_score, "run_once", run_once)
+    contestants = [Contestant(x.name, x.program, (x.name,), x.cache) for x in contestants_of(["eager", "compile"], ())]
+    assert [x.name for x in contestants] == ["eager", "compile (cold)", "compile (warm)"]
+    known = []
+    on_seed = lambda results: known.append({name: len(x) for name, x in results.items()})  # noqa: E731
+    measure(("ppo", "CartPole-v1"), 1.0, contestants, (5, 6), 9.0, on_seed, tqdm(disable=True))
+    names = [name for name, _, _ in calls]
+    assert names == ["compile (warm)", "eager", "compile (cold)", "compile (warm)", *names[1:4][::-1]]
+    assert [seed for _, seed, _ in calls] == ["0", "5", "5", "5", "6", "6", "6"]
+    caches = {name: {cache for other, _, cache in calls if other == name} for name in names}
+    assert len(caches["compile (cold)"]) == 2 and len(caches["compile (warm)"]) == 1
+    assert known == [dict.fromkeys(names, 1), dict.fromkeys(names, 2)]
+
+
+def test_runs_in_vain_are_not_dropped():
+    results = [outcome(10.0), outcome(20.0), outcome(60.0, reached=False)]
+    results.append(outcome(3.0, reached=False, failed="exit code 1"))
+    own = summarize(results)
+    assert (own["runs"], own["reached"], own["failed"], own["steps"]) == (3, 2, 1, 1500)
+    assert own["mean"] == 30 and own["each"] == 45 and own["interval"][0] < 30 < own["interval"][1]
+    row = time_to_score.cells("x", results, [[outcome(90.0), outcome(90.0)], results, None])
+    assert row[:2] == ["x", "2 of 3, 1 failed"] and row[3] == "45.0" and row[5].startswith("2.00 [")
+    assert row[6:] == ["-", "-"]
+    never = [outcome(9.0, reached=False)] * 2
+    assert time_to_score.cells("x", never, [results]) == ["x", "0 of 2", "9.0 [9.0, 9.0]", "never", "-", "-"]
+    assert time_to_score.cells("x", [results[-1]], [results])[1] == "1 failed"
+
+
+def test_command(monkeypatch, tmp_path, capsys):
+    """What was measured lies in the folder, with where it comes from, a table and a figure."""
+    delays = {"eager": 0.0, "sb3": 1.0}
+    monkeypatch.setattr(time_to_score, "command", lambda _script, name: program(delays[name]))
+    monkeypatch.setattr(time_to_score, "check_installed", lambda _: None)
+    options = time_to_score.Options(("ppo:CartPole-v1",), ("eager",), ("sb3",), (1, 2), score=15.0, out=tmp_path)
+    time_to_score.main(options)
+    result = json.loads((tmp_path / "ppo_CartPole-v1.json").read_text())
+    assert result["seeds"] == [1, 2] and result["score"] == 15 and result["provenance"]["commit"]
+    assert [len(x) for x in result["contestants"].values()] == [2, 2]
+    text = (tmp_path / "time_to_score.md").read_text()
+    assert text in capsys.readouterr().out and (tmp_path / "time_to_score.png").stat().st_size > 5000
+    assert "## ppo on CartPole-v1, to 15" in text and "| eager | 2 of 2 | 0." in text
+
+
+def test_scores_are_those_that_are_published(tmp_path, capsys):
+    tasks = time_to_score.check(time_to_score.Options(peers=(), out=tmp_path))
+    assert ("ppo", "CartPole-v1") in tasks and all(task in report.read_reference() for task in tasks)
+    assert time_to_score.published("ppo_continuous_action", "HalfCheetah-v4") == 1442.64
+    wrong = {"name script and environment": ("ppo",), "no script sarsa": ("sarsa:CartPole-v1",)}
+    for line, named in wrong.items():
+        assert line in refusal(time_to_score.check, time_to_score.Options(named, peers=(), out=tmp_path), capsys)
+    unknown = time_to_score.Options(("ppo:Taxi-v3",), peers=(), out=tmp_path)
+    assert "name one with --score" in refusal(time_to_score.main, unknown, capsys)
+
+
+def result_of(name: str, seconds: list[float], reached: int) -> dict:
+    own = [outcome(x, i < reached) for i, x in enumerate(seconds)]
+    settings = {"variant": "eager", "cache": "cold", "flags": f"--name {name}"}
+    shared = {"script": "ppo", "env_id": "CartPole-v1", "score": 475.0, "name": name, "settings": settings}
+    return shared | {"contestants": {"record": own, "defaults": [outcome(100.0)] * 10}}
+
+
+def test_a_record_gets_there_nine_times_in_ten():
+    found = [result_of("slow", [20.0] * 10, 10), result_of("fast", [5.0] * 10, 9), result_of("rash", [1.0] * 10, 8)]
+    found.append(result_of("few", [1.0] * 5, 5))
+    lines = speedrun.board(found)
+    assert len([line for line in lines if line.startswith("| ---")]) == 1
+    order = [line.split("--name ")[1].split("`")[0] for line in lines if "--name" in line]
+    assert order[:2] == ["fast", "slow"] and set(order[2:]) == {"rash", "few"}
+    assert ["no record" in line for line in lines if "--name" in line] == [False, False, True, True]
+    assert "| 9 of 10 |" in lines[2] and "| 18.00 [" in lines[2]  # 100 s against 50 s in all for nine
+    assert "beside it: our default flags" in lines[3]
+
+
+def test_a_record_is_for_the_task_and_for_any_seed(tmp_path, capsys):
+    for flags in ("--seed 3", "--num-envs 8 --env-kwargs={}"):
+        options = speedrun.Options("ppo", "CartPole-v1", flags=flags, beside=(), out=tmp_path)
+        assert "for the task as it is" in refusal(speedrun.main, options, capsys)
+
+
+def test_speedrun_command(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(time_to_score, "command", lambda *_: program())
+    where = {"seeds": (1,), "score": 15.0, "beside": ("defaults",), "out": tmp_path, "name": "wide"}
+    speedrun.main(speedrun.Options("ppo", "CartPole-v1", "--num-envs 16", variant="compile", cache="warm", **where))
+    result = json.loads((tmp_path / "ppo_CartPole-v1_15_wide.json").read_text())
+    assert result["settings"]["flags"] == "--num-envs 16" and list(result["contestants"]) == ["record", "defaults"]
+    text = (tmp_path / "speedrun.md").read_text()
+    assert (
+        "`ppo`, compile, warm cache: `--num-envs 16` (no record) | 1 of 1 |" in text and text in capsys.readouterr().out
+    )
+
+
+def test_a_peer_at_its_defaults_has_its_own_settings():
+    if importlib.util.find_spec("stable_baselines3") is None:
+        pytest.skip("sb3 is not installed")
+    args = load_script(SCRIPTS / "ppo.py").Args(num_envs=1)
+    model = peers.make_model("sb3-defaults", "ppo", args, peers.make_envs(None, args, normalize=False))
+    assert (model.n_steps, model.batch_size, model.learning_rate) == (2048, 64, 3e-4)
+    assert peers.make_model("sb3", "ppo", args, model.get_env()).n_steps == args.num_steps
