@@ -40,7 +40,7 @@ class Pair:
     # Limits of tests/test_scripts_agree.py that it may pass for a reason, and names of which it has a text of its own
     most_changes: int = 25  # lines above the rule in which its two scripts differ
     most_above: int = 360  # lines above the rule
-    most_lines: int = 935  # in all
+    most_lines: int = 945  # in all
     own_texts: tuple[str, ...] = ()
 
 
@@ -166,6 +166,6 @@ TABLE = {
         goal=(30, 200),
         learn_value=PPO_VALUE,
         most_above=400,
-        most_lines=1095,
+        most_lines=1100,
     ),
 }  # fmt: skip
