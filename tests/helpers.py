@@ -22,7 +22,7 @@ SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 PAIRS = [(p, p.with_stem(f"{p.stem}_torchcompile")) for p in SCRIPTS if not p.stem.endswith("_torchcompile")]
 
 # Names of the scripts, but for those that have a file of tests of their own: the eager ones, and their twins
-OWN_TESTS = {"ppo_atari_envpool": "test_atari.py"}
+OWN_TESTS = {"ppo_atari_envpool": "test_atari.py", "impala_ray": "test_impala.py"}
 EAGER = [eager.stem for eager, _ in PAIRS if eager.stem not in OWN_TESTS]
 COMPILED = [f"{name}_torchcompile" for name in EAGER]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
