@@ -751,9 +751,7 @@ class Clock:
 
 def take(counts: dict) -> dict:
     """What a dictionary holds, which is empty after that."""
-    taken = dict(counts)
-    counts.clear()
-    return taken
+    return {name: counts.pop(name) for name in list(counts)}
 
 
 def time_of_resets(spent: np.ndarray, is_reset: np.ndarray) -> float:
@@ -808,6 +806,7 @@ class OneRunner(Runners):
         self.runner, self.alive = Runner(args, self.seeds), {0}
         self.envs, self.clock = self.runner.envs, self.runner.clock  # one clock, as nobody waits
         self.spaces, self.backend = (self.envs.observation_space, self.envs.action_space), self.envs.backend
+        self.close = self.envs.close
 
     def publish(self, *weights) -> None:
         self.weights = weights
@@ -822,9 +821,6 @@ class OneRunner(Runners):
         self.queue.append(0)
         return fragments
 
-    def close(self) -> None:
-        self.envs.close()
-
 
 def start_ray(args: Args):
     """Join the cluster of --ray-address, or start Ray on this machine -> its module; SystemExit(2) where that fails."""
@@ -833,10 +829,9 @@ def start_ray(args: Args):
         ray = importlib.import_module("ray")
     except ImportError:
         fail("--num-runners needs Ray (pip install -r requirements/requirements-ray.txt); --num-runners 0 does without")
-    needs = {
-        "CPU": args.num_runners * args.cpus_per_runner + args.num_learners - 1,
-        "GPU": args.num_runners * args.gpus_per_runner + (args.num_learners - 1) * args.gpus_per_learner,
-    }
+    others = args.num_learners - 1
+    needs = {"CPU": args.num_runners * args.cpus_per_runner + others}
+    needs["GPU"] = args.num_runners * args.gpus_per_runner + others * args.gpus_per_learner
     has = {"CPU": needs["CPU"], "GPU": torch.cuda.device_count()}  # here, more runners than cores take turns
     settings = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     try:
@@ -1030,9 +1025,6 @@ class RemoteLearner:
         self.optimizer.learning_rate.fill_(learning_rate)
         self.update(*to_batch(fragments, self.device))
 
-    def weights(self) -> np.ndarray:
-        return get_weights(self.agent)
-
 
 def add_up(sums: Tensor) -> Tensor:
     """Add up a vector over all learners, in place. All get the same bits."""
@@ -1057,8 +1049,9 @@ class OtherLearners:
             # PyTorch's, which `compiled` refers to; other modules can be pickled
             copyreg.pickle(type(module), lambda module: (importlib.import_module, (module.__name__,)))
         for rank in range(1, args.num_learners):
-            actor = runners.ray.remote(num_cpus=1, num_gpus=args.gpus_per_learner)(RemoteLearner)
-            self.actors.append(actor.remote(args, rank, runners.spaces))
+            learner = runners.ray.remote(num_cpus=1, num_gpus=args.gpus_per_learner)(RemoteLearner)
+            self.actors.append(learner.remote(args, rank, runners.spaces))
+            runners.actors[-rank] = self.actors[-1]  # ends with them
 
     def join(self, device: torch.device, *parts: nn.Module) -> None:
         """Connect the learners, and let them have the same weights and state."""

@@ -280,7 +280,7 @@ def test_learns_over_two_nodes(train):
 def test_two_learners_are_one_with_twice_the_batch():
     """Both have the same weights, to the last bit, after 200 updates, compiled; and those of one, but for rounding."""
     script, agents = load(COMPILED), []
-    rng, batches = np.random.default_rng(1), []
+    rng, batches, get_weights = np.random.default_rng(1), [], script.get_weights
     torch.set_num_threads(1)
     for _ in range(200):
         obs = rng.normal(size=(9, 4, 3)).astype(np.float32)
@@ -302,7 +302,7 @@ def test_two_learners_are_one_with_twice_the_batch():
                 update(*script.to_batch(pair[: args.batch_fragments], run.device))
         agents.append(script.get_weights(agent))
         for actor in learners.actors:
-            other = runners.ray.get(actor.weights.remote())
+            other = runners.ray.get(actor.__ray_call__.remote(lambda self: get_weights(self.agent)))
             assert np.array_equal(other, agents[-1])
         runners.close()
     assert not np.array_equal(agents[0], np.zeros_like(agents[0]))
