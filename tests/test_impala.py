@@ -4,6 +4,7 @@ One simulated cluster of two nodes serves all tests that need Ray, but for those
 """
 
 import contextlib
+import importlib
 import os
 import signal
 import subprocess
@@ -313,6 +314,13 @@ def test_two_learners_are_one_with_twice_the_batch():
 def test_a_whole_run_with_two_learners(train):
     run = train(num_runners=2, num_learners=2, total_timesteps=512)
     assert run.checkpoint["num_updates"] >= 8
+
+
+def test_cluster_files_are_what_ray_and_bash_take():
+    pytest.importorskip("ray")
+    yaml, util = importlib.import_module("yaml"), importlib.import_module("ray.autoscaler._private.util")
+    util.validate_config(util.fillout_defaults(yaml.safe_load((ROOT / "cluster" / "ray.yaml").read_text())))
+    subprocess.run(["bash", "-n", ROOT / "cluster" / "ray.slurm"], check=True)
 
 
 # Faults
