@@ -47,7 +47,7 @@ find_python() {
 install() {
   local folder=$root/requirements file stamp
   file=$folder/$1.txt
-  stamp=$root/.venv/$1.$(cat "$file" "$folder"/{requirements,constraints}.txt | cksum | cut -d ' ' -f 1)
+  stamp=$root/.venv/$1.$(cat "$file" "$folder"/{requirements,requirements-ray,constraints}.txt | cksum | cut -d ' ' -f 1)
   if [ -e "$stamp" ]; then return; fi
   local python
   python=$(find_python)

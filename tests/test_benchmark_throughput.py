@@ -110,7 +110,8 @@ def test_what_the_device_does_is_shown(tmp_path):
 def test_the_loop_of_every_script_has_a_section_to_act_and_one_to_learn():
     for path in SCRIPTS.glob("*.py"):
         _, sections = ceilings.headings(load_script(path).train)
-        assert sections in (["policy", "learn", "learn", "rest"], ["policy", "policy", "learn", "rest"]), path.name
+        known = [["policy", "learn", "learn"], ["policy", "policy", "learn"], ["policy", "learn"]]
+        assert sections[:-1] in known and sections[-1] == "rest", path.name
 
 
 # A script in small, which keeps what each part of its loop took: half in Python, half in a call that lets others run

@@ -168,4 +168,12 @@ TABLE = {
         most_above=400,
         most_lines=1100,
     ),
+    "impala_ray": Pair(
+        acts="Categorical", obs_shape=(4,), num_actions=2,
+        own_tests="test_impala.py",
+        most_changes=45,  # an update is one function, or two with a sum over learners between them
+        most_above=420,
+        most_lines=1380,  # runners and learners of Ray
+        own_texts=("warn_of_pixels",),  # it has convolutions for them
+    ),
 }  # fmt: skip

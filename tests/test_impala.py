@@ -1,0 +1,487 @@
+"""IMPALA over Ray: its formula, its two ways to run, and what dies, breaks or is asked for in vain.
+
+One simulated cluster of two nodes serves all tests that need Ray, but for those of whole processes.
+"""
+
+import contextlib
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import gymnasium as gym
+import helpers
+import numpy as np
+import pytest
+import tiny_envs
+import torch
+from helpers import ROOT, in_float64, load
+from parity import CLOSE, assert_agree
+from test_math import episodes, rollouts
+from torch._dynamo.utils import counters
+
+EAGER, COMPILED = "impala_ray", "impala_ray_torchcompile"
+SCRIPT = load(EAGER)
+GAMMA = 0.9
+SMALL = {
+    "env_id": "tiny_envs:Choose-v0", "num_runners": 0, "envs_per_runner": 2, "fragment_steps": 16, "log_every": 64,
+    "total_timesteps": 384, "learning_rate": 3e-3, "device": "cpu", "tensorboard": False,
+}  # fmt: skip
+on_ray = pytest.mark.usefixtures("cluster")
+each_script = pytest.mark.parametrize("name", [EAGER, COMPILED])
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Train in this process, each time in a folder of its own: name, settings -> Outcome."""
+    folders = (tmp_path / f"run{i}" for i in range(100))
+    return lambda name=EAGER, **settings: helpers.call(name, **SMALL | {"run_dir": str(next(folders))} | settings)
+
+
+def metrics(run) -> list[dict]:
+    """The lines of a run without what depends on the clock."""
+    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in run.metrics()]
+
+
+# V-trace
+
+
+def naive_vtrace(log_ratio, reward, value, rollout, rho_bar, c_bar):
+    """Equation (1) and section 4.2 as sums over each episode, or part of one."""
+    terminated = rollout[1]
+    target, advantage = value[:-1].copy(), np.zeros_like(reward)
+    for env, first, last in episodes(*rollout):
+        after = 0 if terminated[last, env] else value[last + 1, env]  # of the true last observation, if truncated
+        values = [*value[first : last + 1, env], after]
+        steps = range(last - first + 1)
+        rho, c = (np.minimum(bar, np.exp(log_ratio[first : last + 1, env])) for bar in (rho_bar, c_bar))
+        delta = [rho[s] * (reward[first + s, env] + GAMMA * values[s + 1] - values[s]) for s in steps]
+        v = [values[s] + sum(GAMMA ** (t - s) * c[s:t].prod() * delta[t] for t in steps if t >= s) for s in steps]
+        for s in steps:
+            target[first + s, env] = v[s]
+            following = v[s + 1] if s < last - first else after
+            advantage[first + s, env] = rho[s] * (reward[first + s, env] + GAMMA * following - values[s])
+    return target, advantage
+
+
+@pytest.mark.parametrize(("rho_bar", "c_bar"), [(1.0, 1.0), (1.5, 0.7)])
+@pytest.mark.parametrize("length", [1, 2, 7, 32])
+def test_vtrace_is_the_sum_over_each_episode(length, rho_bar, c_bar):
+    """With ends of both kinds, resets, and ratios above and below what they are cut down to."""
+    rng = np.random.default_rng(length)
+    for rollout in rollouts(rng, [length] * 5):
+        value, log_ratio = rng.normal(size=(length + 1, 3)), rng.normal(0, 1, (length, 3))
+        expected = naive_vtrace(log_ratio, rollout[0], value, rollout, rho_bar, c_bar)
+        reward, *ends = (torch.from_numpy(x).double() for x in rollout)
+        result = SCRIPT.vtrace(
+            torch.from_numpy(log_ratio), reward, torch.from_numpy(value), *ends, GAMMA, rho_bar, c_bar
+        )
+        np.testing.assert_allclose(result[0], expected[0], rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(result[1], expected[1], rtol=1e-12, atol=1e-12)
+
+
+def test_vtrace_of_the_policy_that_acted_is_the_n_step_return():
+    rng = np.random.default_rng(1)
+    for rollout in rollouts(rng, [9] * 4):
+        reward, terminated, _, _ = rollout
+        value = rng.normal(size=(10, 3))
+        tensors = [torch.from_numpy(x).double() for x in rollout]
+        same = torch.zeros(9, 3, dtype=torch.float64)
+        target, _ = SCRIPT.vtrace(same, tensors[0], torch.from_numpy(value), *tensors[1:], GAMMA, 1.0, 1.0)
+        for env, first, last in episodes(*rollout):
+            for s in range(first, last + 1):
+                future = 0 if terminated[last, env] else GAMMA ** (last + 1 - s) * value[last + 1, env]
+                expected = sum(GAMMA ** (t - s) * reward[t, env] for t in range(s, last + 1)) + future
+                assert target[s, env].item() == pytest.approx(expected, rel=1e-12)
+
+
+# In one process
+
+
+@each_script
+def test_run_is_reproduced_to_the_last_bit_without_ray(name, tmp_path):
+    """Ray is not even imported."""
+    flags = {k: v for k, v in SMALL.items() if k not in ("tensorboard", "device")} | {"total_timesteps": 256}
+    words = [word for k, v in flags.items() for word in (f"--{k.replace('_', '-')}", str(v))]
+    code = f"import sys, {name} as x, tyro\nx.train(tyro.cli(x.Args))\nassert 'ray' not in sys.modules"
+    path = os.pathsep.join([str(ROOT / "scripts"), str(ROOT / "tests")])
+    for run in ("a", "b"):
+        compiled = ["--no-compile"] if name == COMPILED else []
+        command = [sys.executable, "-c", code, *words, *compiled, "--run-dir", run, "--no-tensorboard", "--device=cpu"]
+        subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, check=True, capture_output=True)
+    a, b = (helpers.outcome(tmp_path / run) for run in ("a", "b"))
+    assert metrics(a) == metrics(b) and len(a.lines) > 4
+    assert all(torch.equal(x, b.checkpoint["agent"][key]) for key, x in a.checkpoint["agent"].items())
+
+
+@each_script
+def test_first_update_sees_the_policy_that_acted(train, name):
+    """In one process all updates do: no importance weight is other than 1."""
+    for line in train(name, **({"compile": False} if name == COMPILED else {})).lines:
+        assert abs(line["losses/approx_kl"]) < 1e-6 and line["losses/rho"] == pytest.approx(1, abs=1e-5)
+        assert line["runners/staleness"] == line["runners/staleness_max"] == 0
+
+
+def test_shares_of_time_sum_to_a_hundred_percent(train):
+    for line in train().lines:
+        shares = {name: x for name, x in line.items() if name.startswith("time/")}
+        assert len(shares) == 7 and sum(shares.values()) == pytest.approx(100) and min(shares.values()) >= 0
+
+
+def lag(script, monkeypatch) -> None:
+    """Let the runner of this process get every third version of the weights only."""
+    publish = script.OneRunner.publish
+
+    def publish_some(self, version, weights):
+        if version % 3 == 0:
+            publish(self, version, weights)
+
+    monkeypatch.setattr(script.OneRunner, "publish", publish_some)
+
+
+@pytest.mark.parametrize("env_id", ["tiny_envs:Stream-v0", "tiny_envs:DiscreteStream-v0"])
+@pytest.mark.parametrize("compile", [False, True])
+def test_compiled_twin_computes_the_same(train, monkeypatch, env_id, compile):
+    """In float64, over a whole run, by a policy that lags; compiled, as one graph and once."""
+    for name in (EAGER, COMPILED):
+        lag(load(in_float64(name)), monkeypatch)
+    settings = {"env_id": env_id, "total_timesteps": 1024, "clip_rewards": True, "batch_fragments": 2}
+    run = train(in_float64(EAGER), **settings)
+    counters.clear()
+    with torch._inductor.config.patch(fallback_random=True), torch._dynamo.config.patch(error_on_recompile=True):
+        twin = train(in_float64(COMPILED), compile=compile, **settings)
+    assert counters["stats"]["unique_graphs"] == compile and not counters["graph_break"]
+    for outcome in (run, twin):
+        assert max(line["losses/approx_kl"] for line in outcome.lines) > 1e-5
+        for line in outcome.lines:
+            for name in [name for name in line if name.startswith("time/")]:
+                del line[name]
+    assert_agree(twin, run, rel=CLOSE)
+
+
+def test_resumed_run_goes_on(train):
+    """By the settings of the first part, from its step, its weights and its version."""
+    run = train(total_timesteps=192)
+    on = helpers.call(EAGER, resume=str(run.run_dir), device="cpu", total_timesteps=384)
+    assert on.checkpoint["num_updates"] >= run.checkpoint["num_updates"] + 6
+    assert on.lines[: len(run.lines)] == run.lines and on.steps()[-1] >= 384
+
+
+def test_frames_are_seen_by_convolutions(train):
+    """EnvPool's stacks of bytes go through the network as they are, and weights are learnt."""
+    run = train(env_id="Pong-v5", envs_per_runner=2, fragment_steps=4, total_timesteps=16, log_every=8)
+    names = run.checkpoint["agent"].keys()
+    assert {"features.conv1.weight", "features.hidden.weight", "critic.weight"} <= names
+    space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    agent = SCRIPT.ActorCritic(space, gym.spaces.Discrete(6))
+    agent.load_state_dict(run.checkpoint["agent"])
+    obs = torch.randint(256, (3, 4, 84, 84), dtype=torch.uint8)
+    x = SCRIPT.space_to_depth(obs).permute(0, 3, 1, 2).float() / 255
+    x = agent.features.conv1(x).relu()
+    x = agent.features.conv3(agent.features.conv2(x).relu()).relu().permute(0, 2, 3, 1).flatten(1)
+    expected = agent.actor(agent.features.hidden(x).relu())
+    torch.testing.assert_close(agent(obs.flatten(1))[0], expected, rtol=1e-4, atol=1e-5)
+
+
+# Over Ray
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two nodes of two cores each, as far as Ray knows."""
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 2, "object_store_memory": 100_000_000, "include_dashboard": False}
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    cluster.node, cluster.second = node, cluster.add_node(num_cpus=2, object_store_memory=100_000_000)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@contextlib.contextmanager
+def runners_of(args, **others):
+    """The runners of a run that has not begun, for tests to talk to."""
+    run = SCRIPT.Run(args)
+    runners = (SCRIPT.RayRunners if args.num_runners else SCRIPT.OneRunner)(args, run)
+    for name, value in others.items():
+        setattr(runners, name, value)
+    try:
+        yield runners
+    finally:
+        runners.close()
+
+
+def agent_with(runners, factor: float):
+    torch.manual_seed(1)
+    agent = SCRIPT.ActorCritic(*runners.spaces)
+    with torch.no_grad():
+        for weight in agent.parameters():
+            weight.mul_(factor).add_(0.1 * (factor - 1) * torch.randn_like(weight))
+    return agent
+
+
+def arguments(**settings):
+    return SCRIPT.Args(**SMALL | {"num_runners": 1} | settings)
+
+
+@pytest.mark.parametrize("env_id", ["tiny_envs:Choose-v0", "tiny_envs:Reach-v0"])
+@on_ray
+def test_a_runner_brings_what_this_process_would(env_id):
+    """At equal seeds, to the last bit."""
+    found = []
+    for count in (0, 1):
+        with runners_of(arguments(env_id=env_id, num_runners=count)) as runners:
+            runners.publish(0, SCRIPT.get_weights(agent_with(runners, 1)))
+            found.append(runners.collect(3, 1))
+    for ours, theirs in zip(*found, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("num_runners", [0, 1])
+@on_ray
+def test_runners_act_by_the_weights_of_their_version(num_runners):
+    """The probabilities that come with a fragment are those of the version it says, update after update."""
+    with runners_of(arguments(num_runners=num_runners)) as runners:
+        agents, seen = [agent_with(runners, 1 + i) for i in range(4)], set()
+        for version, agent in enumerate(agents):
+            runners.publish(version, SCRIPT.get_weights(agent))
+            reports = []
+            with mock.patch.object(runners, "note", reports.append):
+                fragments = runners.collect(4, 1)
+            for report, (obs, action, rows) in zip(reports, fragments, strict=True):
+                output = agents[report["version"]](torch.tensor(obs[:-1]).flatten(0, 1))[0]
+                log_prob = agents[0].log_prob(output, torch.tensor(action).flatten())
+                np.testing.assert_allclose(rows[..., 4].ravel(), log_prob.detach(), rtol=1e-4, atol=1e-5)
+                seen.add(report["version"])
+    assert seen == set(range(4))
+
+
+@on_ray
+def test_learns_over_two_nodes(train):
+    """With lag, and without a difference between what came from where."""
+    settings = {"env_id": "CartPole-v1", "num_runners": 2, "envs_per_runner": 8, "fragment_steps": 32}
+    run = train(**settings, total_timesteps=60_000, log_every=5_000, learning_rate=1e-3)
+    assert run.lines[-1]["charts/episodic_return"] > 100 > run.lines[0]["charts/episodic_return"]
+    last = run.lines[-1]
+    assert last["runners/alive"] == 2 and last["runners/restarts"] == 0
+    assert 0 < last["runners/staleness"] <= last["runners/staleness_max"] <= 2 * SCRIPT.IN_FLIGHT * 2
+    shares = {name: x for name, x in last.items() if name.startswith("time/")}
+    assert sum(shares.values()) == pytest.approx(100) and shares["time/runners_waiting"] > 0
+
+
+@on_ray
+def test_two_learners_are_one_with_twice_the_batch():
+    """Both have the same weights, to the last bit, after 200 updates, compiled; and those of one, but for rounding."""
+    script, agents = load(COMPILED), []
+    rng, batches, get_weights = np.random.default_rng(1), [], script.get_weights
+    torch.set_num_threads(1)
+    for _ in range(200):
+        obs = rng.normal(size=(9, 4, 3)).astype(np.float32)
+        flags = rng.random((3, 8, 4)) < np.array([0.1, 0.1, 0.9])[:, None, None]
+        rows = np.stack([rng.normal(size=(8, 4)), *flags, rng.normal(-1, 0.3, (8, 4))], axis=2).astype(np.float32)
+        batches.append((obs, rng.integers(0, 3, (8, 4)), rows))
+    for count in (1, 2):
+        args = script.Args(**SMALL | {"num_runners": 1, "num_learners": count, "batch_fragments": 2 // count})
+        run = script.Run(args)
+        runners = script.RayRunners(args, run)
+        learners = script.OtherLearners(args, runners)
+        add_up = learners.add_up if learners.actors else None
+        agent, optimizer, update = script.make_learner(args, *runners.spaces, run.device, add_up)
+        learners.join(run.device, agent, optimizer)
+        for i in range(0, 200, 2):
+            for _ in range(2):
+                pair = batches[i : i + 2]
+                learners.update(optimizer.learning_rate, pair[args.batch_fragments :])
+                update(*script.to_batch(pair[: args.batch_fragments], run.device))
+        agents.append(script.get_weights(agent))
+        for actor in learners.actors:
+            other = runners.ray.get(actor.__ray_call__.remote(lambda self: get_weights(self.agent)))
+            assert np.array_equal(other, agents[-1])
+        runners.close()
+    assert not np.array_equal(agents[0], np.zeros_like(agents[0]))
+    np.testing.assert_allclose(agents[0], agents[1], rtol=1e-3, atol=1e-4)
+
+
+@on_ray
+def test_a_whole_run_with_two_learners(train):
+    run = train(num_runners=2, num_learners=2, total_timesteps=512)
+    assert run.checkpoint["num_updates"] >= 8
+
+
+def test_cluster_files_are_what_ray_and_bash_take():
+    pytest.importorskip("ray")
+    yaml, util = importlib.import_module("yaml"), importlib.import_module("ray.autoscaler._private.util")
+    util.validate_config(util.fillout_defaults(yaml.safe_load((ROOT / "cluster" / "ray.yaml").read_text())))
+    subprocess.run(["bash", "-n", ROOT / "cluster" / "ray.slurm"], check=True)
+
+
+# Faults
+
+
+class Fragile(tiny_envs.Tiny):
+    """Raises or ends its process at the step that a file names, once."""
+
+    def __init__(self, path: str):
+        super().__init__(tiny_envs.CHOICE)
+        self.path = Path(path)
+
+    def start(self):
+        return np.zeros(3, dtype=np.float32)
+
+    def move(self, _action):
+        if self.path.exists():
+            word = self.path.read_text()
+            self.path.unlink()
+            if word == "raise":
+                raise ValueError("the simulator\nis out of order")
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.002)
+        return np.zeros(3, dtype=np.float32), 1.0, False, self.steps % 10 == 0
+
+
+gym.register("Fragile-v0", Fragile)
+
+
+@pytest.mark.parametrize("fault", ["raise", "kill"])
+@on_ray
+def test_a_fault_is_named_counted_and_survived(train, tmp_path, capfd, fault):
+    path, log, planted = tmp_path / "fault", SCRIPT.Run.log, []
+
+    def plant(self, metrics):
+        log(self, metrics)
+        if not planted:
+            planted.append(path.write_text(fault))
+
+    settings = {"env_id": "Fragile-v0", "env_kwargs": f'{{"path": "{path}"}}', "num_runners": 2, "log_every": 500}
+    with mock.patch.object(SCRIPT.Run, "log", plant):
+        run = train(**settings, total_timesteps=6000)
+    assert run.lines[-1]["runners/restarts"] == 1 and run.lines[-1]["global_step"] >= 6000
+    error = capfd.readouterr().err
+    expected = "ValueError: the simulator is out of order" if fault == "raise" else "ActorDiedError"
+    (line,) = [line for line in error.splitlines() if line.startswith("runner ")]
+    assert expected in line and line.endswith("; restart 1")
+
+
+def refused(capfd, **settings) -> str:
+    """The one line of the error of a training that was refused, within ten seconds."""
+    start = time.monotonic()
+    with pytest.raises(SystemExit) as end:
+        SCRIPT.train(SCRIPT.Args(**SMALL | {"num_runners": 2} | settings))
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert end.value.code == 2 and len(lines) == 1 and time.monotonic() - start < 10
+    return lines[0]
+
+
+@on_ray
+def test_what_the_cluster_has_not_is_refused(capfd):
+    assert "need 198 GPUs, the cluster has 0" in refused(capfd, gpus_per_runner=99)
+    assert "need 10 CPUs, the cluster has 4" in refused(capfd, cpus_per_runner=5)
+
+
+@on_ray
+def test_settings_that_cannot_work_are_refused(capfd):
+    assert "--ray-address 127.0.0.1:1: ConnectionRefusedError" in refused(capfd, ray_address="127.0.0.1:1")
+    assert "close to it: CartPole-v1" in refused(capfd, env_id="CartPol-v1")
+    assert "No module named 'tiny_env'" in refused(capfd, env_id="tiny_env:Reach-v0")
+    assert "--num-learners is for --num-runners 1 or more" in refused(capfd, num_runners=0, num_learners=2)
+    with mock.patch.object(gym.spaces, "Discrete", gym.spaces.Box):
+        assert "has actions Discrete" in refused(capfd, num_runners=0)
+
+
+@on_ray
+def test_runner_with_other_versions_is_refused_by_name(capfd):
+    here, own = os.getpid(), SCRIPT.versions()
+    with mock.patch.object(SCRIPT, "versions", lambda: own if os.getpid() == here else own | {"torch": "1.0"}):
+        assert f"has torch 1.0, here it is {own['torch']}" in refused(capfd)
+
+
+@on_ray
+def test_runners_that_die_again_and_again_end_the_run(train, tmp_path):
+    """The checkpoint is kept."""
+    path, log = tmp_path / "fault", SCRIPT.Run.log
+
+    def plant(self, metrics):
+        log(self, metrics)
+        path.mkdir(exist_ok=True)  # reading it raises, each time
+
+    settings = {"env_id": "Fragile-v0", "env_kwargs": f'{{"path": "{path}"}}', "num_runners": 1, "log_every": 100}
+    with mock.patch.object(SCRIPT.Run, "log", plant), pytest.raises(SystemExit) as end:
+        train(**settings, total_timesteps=6000)
+    assert "IsADirectoryError" in end.value.code and "3 times without a fragment" in end.value.code
+    assert "--resume" in end.value.code and (tmp_path / "run0" / "checkpoint.pt").exists()
+
+
+def test_a_node_that_is_gone_costs_only_its_runners(cluster, train):
+    """One of three nodes; it goes on within ten seconds, with the runners of the others."""
+    third, log, gone = cluster.add_node(num_cpus=2, object_store_memory=100_000_000), SCRIPT.Run.log, []
+
+    def remove(self, metrics):
+        log(self, metrics)
+        if self.step > 2000 and not gone:
+            cluster.remove_node(third, allow_graceful=False)
+            gone.append((self.step, time.monotonic()))
+        elif len(gone) == 1 and self.step > gone[0][0] + 2000:
+            gone.append((self.step, time.monotonic()))
+
+    settings = {"env_id": "tiny_envs:Choose-v0", "num_runners": 6, "log_every": 500, "total_timesteps": 8000}
+    with mock.patch.object(SCRIPT.Run, "log", remove):
+        run = train(**settings)
+    assert gone[1][1] - gone[0][1] < 10
+    assert run.lines[-1]["global_step"] >= 8000
+
+
+# Whole processes
+
+
+def descendants(pid: int) -> set[int]:
+    """Processes that a process started, or that those started; Ray's have sessions of their own."""
+    listing = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    pairs, found = [tuple(map(int, line.split())) for line in listing.splitlines()], {pid}
+    for _ in range(5):
+        found |= {child for child, parent in pairs if parent in found}
+    return found - {pid}
+
+
+def command_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
+
+
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    with contextlib.suppress(OSError):
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_a_run_that_is_stopped(tmp_path, signum):
+    """Ctrl-C goes to the whole group of processes. A run that was killed goes on from its last checkpoint."""
+    flags = ["--num-runners", "1", "--envs-per-runner", "2", "--log-every", "500", "--total-timesteps", "400000"]
+    words = [*flags, "--checkpoint-every", "1000", "--run-dir", "run", "--no-tensorboard", "--device", "cpu"]
+    run = helpers.start(EAGER, *words, cwd=tmp_path)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "checkpoint.pt").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    # Two agents of Ray's notice a driver that was killed only after a minute
+    processes = {x for x in descendants(run.pid) if signum != signal.SIGKILL or "Agent" not in command_of(x)}
+    assert len(processes) > 3
+    os.killpg(run.pid, signum) if signum == signal.SIGINT else run.send_signal(signum)
+    _, error = run.communicate(timeout=60)
+    assert run.returncode == (-signum if signum == signal.SIGKILL else 128 + signum)
+    deadline = time.monotonic() + 20
+    while any(map(is_running, processes)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not any(map(is_running, processes))
+    outcome = helpers.outcome(tmp_path / "run")
+    assert outcome.lines[-1]["global_step"] - outcome.checkpoint["global_step"] <= 1500
+    assert signum == signal.SIGKILL or "--resume run" in error
