@@ -16,6 +16,7 @@ usage: ./run.sh COMMAND [FLAGS]
                         --peers sb3 sbx to measure Stable-Baselines3 and SBX beside them
   time-to-score [FLAGS] measure how long each takes to a good policy, compiling included; --tasks, --variants, --peers
   speedrun PAIR ENV     measure how long settings of one's own take to it, for the board; --score, --flags="...", --name
+  ladder [FLAGS]        measure what each trick gives, from the loop that everybody writes to the compiled script
   inference [FLAGS]     measure how fast each network acts, by each way to run it; --networks, --paths, --batch-sizes
   rollout [FLAGS]       measure how fast environments are sampled, the policy compiled or not; --compile-actor
   env-pools [FLAGS]     measure pools of slow Python environments beside their models; --parts, --sizes, --rounds
@@ -71,7 +72,7 @@ start() {
 command=${1:-help}
 [ $# -eq 0 ] || shift
 case $command in
-  demo | diff | evaluate | readme | report | stale | sweep) install requirements ;;
+  demo | diff | evaluate | ladder | readme | report | stale | sweep) install requirements ;;
   env-pools | speedrun | time-to-score) install requirements-benchmark ;;
   inference | rollout)
     # By default all ways to act are measured, and onnxruntime is one of them

@@ -17,6 +17,7 @@ COMMANDS = {
     "evaluate": "benchmarks.tools.evaluate",
     "gpu": "benchmarks.gpu",
     "inference": "benchmarks.acting.inference",
+    "ladder": "benchmarks.throughput.ladder",
     "readme": "benchmarks.tools.readme",
     "report": "benchmarks.learning.report",
     "rollout": "benchmarks.acting.rollout",

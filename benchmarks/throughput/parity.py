@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -44,10 +45,14 @@ def fifty_updates(args_class: type) -> dict[str, int]:
 def train(script: str, variant: str, folder: Path, flags: list[str]) -> tuple[list[dict], torch.Tensor]:
     """The lines of the log, and the weights that act as one vector, after fifty updates of a variant."""
     suffix, own = VARIANTS[variant]
-    module = load_script(SCRIPTS / f"{script}{suffix}.py")
+    return train_module(load_script(SCRIPTS / f"{script}{suffix}.py"), folder, [*own, *flags])
+
+
+def train_module(module: ModuleType, folder: Path, flags: list[str]) -> tuple[list[dict], torch.Tensor]:
+    """The same of a script that is loaded."""
     settings = {"seed": 2, "run_dir": folder, **fifty_updates(module.Args)}
     given = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    module.train(tyro.cli(module.Args, args=["--no-tensorboard", *given, *own, *flags]))
+    module.train(tyro.cli(module.Args, args=["--no-tensorboard", *given, *flags]))
     lines, _ = runs.read_lines(folder / "metrics.jsonl")
     checkpoint = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
     weights = next(checkpoint[name] for name in WEIGHTS if name in checkpoint)

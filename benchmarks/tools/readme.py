@@ -20,7 +20,7 @@ from benchmarks.common.results import describe, estimate, machine_of, table
 from benchmarks.learning import report, speedrun, time_to_score
 from benchmarks.pools import env_pools
 from benchmarks.pools.env_pools import milliseconds, named
-from benchmarks.throughput import throughput
+from benchmarks.throughput import ladder, throughput
 
 TABLES, RESULTS = ROOT / "RESULTS.md", ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- results: made by benchmarks/tools/readme.py -->", "<!-- end of results -->"
@@ -115,6 +115,15 @@ def score_cell(results: list[dict]) -> str:
     if not own["runs"]:
         return "failed" if results else "-"
     return f"{estimate(own['mean'], own['interval'], ',.0f')}, {own['reached']} of {own['runs']}"
+
+
+def ladder_section() -> list[str]:
+    """The tables of what each trick gives."""
+    if not (results := load("ladder/*.json")):
+        return []
+    lines = ["What each trick gives, from the loop that everybody writes to the compiled script:", ""]
+    lines += ["![steps per second of each rung](benchmarks/results/ladder/ladder.png)", ""]
+    return [*lines, *(line for result in results for line in ladder.section(result)), *sources(results), ""]
 
 
 def gpu_section() -> list[str]:
@@ -251,6 +260,7 @@ def render(text: str) -> str:
     sections = [
         *speed_section(),
         *score_section(),
+        *ladder_section(),
         *gpu_section(),
         *learning_section(),
         *inference_section(),
@@ -262,7 +272,7 @@ def render(text: str) -> str:
 def write_summaries(results: Path) -> None:
     """Write the Markdown and the figures below a folder of results."""
     rooms = {"throughput": throughput, "inference": inference, "rollout": rollout, "env_pools": env_pools}
-    rooms |= {"time_to_score": time_to_score, "speedrun": speedrun}
+    rooms |= {"time_to_score": time_to_score, "speedrun": speedrun, "ladder": ladder}
     for name, room in rooms.items():
         room.write_summary(results / name)
     for path in sorted(results.glob("**/report.json")):

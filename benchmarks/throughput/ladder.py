@@ -1,0 +1,151 @@
+"""What each trick gives: from the loop that everybody writes to the compiled script, one rung a trick: ./run.sh ladder.
+
+A rung is a script of a pair without the tricks of the rungs above it, which are taken out at run time. First it is
+checked that all rungs learn the same numbers, but for rounding; then they are measured as `throughput` measures
+variants: in rounds of fresh processes, in one order and in the next round in the other.
+
+Measures: steady environment steps/s of each rung, and by how much that is more than one rung below, with its interval.
+Takes: at the defaults about 35 minutes for each pair.
+Leaves: in --out one JSON file for each pair and, of all that lie there, ladder.md and ladder.png.
+"""
+
+import itertools
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from benchmarks.common import plots, processes
+from benchmarks.common.programs import check_known, check_positive, fail, often_logged
+from benchmarks.common.results import describe, estimate, make_folder, provenance, stoppable, table, write_json
+from benchmarks.throughput import throughput
+from benchmarks.throughput.rungs import LADDERS
+
+CHECK_SECONDS = 600.0  # for the comparison of all rungs
+INTRODUCTION = """
+Each rung has one trick more than the one below it. The lowest is the loop that everybody writes; the top is the
+compiled script as it stands. All learn the same numbers: the table shows how far their weights are from those of the
+eager script after about fifty updates.
+""".strip()
+
+
+@dataclass
+class Options:
+    scripts: tuple[
+        str, ...
+    ] = ()  # pairs to climb, by the names of their eager twins; by default all that have a ladder
+    rounds: int = 3  # times that each rung is started
+    seconds: float = 30.0  # steady seconds of each run
+    timeout: float = 900.0  # seconds after which a run is ended, steady or not
+    out: Path = Path("runs/ladder")  # folder of the results; those of RESULTS.md: benchmarks/results/ladder
+
+
+def check_rungs(script: str) -> dict[str, dict]:
+    """How far each rung is from the eager script, by its number, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        program = [sys.executable, "-m", "benchmarks.throughput.rungs", "--check", script, str(result)]
+        child = processes.start(program, Path(folder, "output"), TORCHINDUCTOR_CACHE_DIR=str(Path(folder, "cache")))
+        try:
+            code = child.wait(CHECK_SECONDS)
+        finally:
+            child.kill()
+        if code != 0:
+            fail(f"the rungs of {script} could not be compared: {child.last_lines(1)}")
+        return json.loads(result.read_text())
+
+
+def measure(script: str, options: Options, bar: tqdm) -> dict:
+    """All rounds of the ladder of a pair."""
+    bar.set_postfix_str(f"{script}: comparing all rungs")
+    deviations, limits = check_rungs(script), {"seconds": options.seconds, "timeout": options.timeout}
+    settings, tricks = throughput.Options(rounds=options.rounds, **limits), LADDERS[script]
+    results, numbers = {str(i): [] for i in range(len(tricks))}, range(len(tricks))
+    with tempfile.TemporaryDirectory() as caches:
+        for turn in range(options.rounds):
+            for i in numbers[:: 1 if turn % 2 == 0 else -1]:
+                bar.set_postfix_str(f"{script}: {tricks[i].name}, round {turn + 1}")
+                program = [sys.executable, "-m", "benchmarks.throughput.rungs", script, str(i), "--seed", str(turn + 1)]
+                cache = {"TORCHINDUCTOR_CACHE_DIR": str(Path(caches, str(i)))}
+                measured, run = throughput.measure(
+                    [*program, "--no-tensorboard", *often_logged(script)], settings, **cache
+                )
+                results[str(i)].append(measured)
+                bar.update()
+    contestants = {name: throughput.summarize(own) for name, own in results.items()}
+    known = [i for i in numbers if "steps_per_second" in contestants[str(i)]]
+    ratios = [throughput.ratio(contestants, str(b), str(a)) for a, b in itertools.pairwise(known)]
+    ratios += [throughput.ratio(contestants, str(known[-1]), str(known[0]))] if len(known) > 1 else []
+    rungs = [trick.name for trick in tricks]
+    result = {"script": script, "env_id": run.env_id, "rungs": rungs, "deviations": deviations, "ratios": ratios}
+    return result | {"contestants": contestants, "provenance": provenance()}
+
+
+def rows(result: dict) -> list[list[str]]:
+    """Cells of each rung: what it adds, its speed, how many times that below, how far its weights are."""
+    ratios = {x["of"]: estimate(x["ratio"], x["interval"], ".2f") for x in result["ratios"][::-1]}
+    found = []
+    for i, name in enumerate(result["rungs"]):
+        own, apart = result["contestants"][str(i)], result["deviations"][str(i)]
+        speed = estimate(own["steps_per_second"], own["quartiles"], ",.0f") if "steps_per_second" in own else "failed"
+        equal = f"{apart['weights']:.0e}" if "weights" in apart else "-"
+        found.append([name, speed, ratios.get(str(i), "-"), equal + " (differs)" * (not apart["equal"])])
+    return found
+
+
+def section(result: dict) -> list[str]:
+    """What Markdown says on the ladder of a pair."""
+    header = [f"`{result['script']}` on {result['env_id']}", "steps/s [quartiles]", "times that below [95 %]"]
+    lines = [*table([*header, "weights are apart by"], rows(result)), ""]
+    if result["ratios"]:
+        whole = result["ratios"][-1]
+        lines += [f"From the lowest to the top: {estimate(whole['ratio'], whole['interval'], ',.1f')} times.", ""]
+    return lines
+
+
+def draw(results: list[dict], path: Path) -> None:
+    """For each pair the speeds of its rungs as bars, the lowest on top."""
+    with plots.figure(path, rows=len(results), size=(8.0, 3.8)) as axes:
+        for axis, result in zip(axes.flat, results, strict=True):
+            own = {int(i): x for i, x in result["contestants"].items() if "steps_per_second" in x}
+            names = [result["rungs"][i].replace("`", "") for i in own]
+            plots.draw_bars(
+                axis, names, [x["steps_per_second"] for x in own.values()], [x["quartiles"] for x in own.values()]
+            )
+            plots.describe_axis(axis, f"{result['script']} on {result['env_id']}", "environment steps/s", "")
+
+
+def write_summary(out: Path) -> str:
+    """Make `ladder.md` and `ladder.png` of all results in a folder; returns the Markdown."""
+    results = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+    lines = ["# What each trick gives", "", INTRODUCTION, "", "![steps per second of each rung](ladder.png)", ""]
+    for result in results:
+        lines += [*section(result), f"Measured {describe(result['provenance'])}", ""]
+    text = "\n".join(lines)
+    if results:
+        (out / "ladder.md").write_text(text)
+        draw(results, out / "ladder.png")
+    return text
+
+
+def check(options: Options) -> tuple[str, ...]:
+    """Refuse what can't work; returns the pairs to climb."""
+    check_known("ladder", options.scripts, list(LADDERS))
+    check_positive(options, "rounds", "seconds", "timeout")
+    make_folder(options.out)
+    return options.scripts or tuple(LADDERS)
+
+
+def main(options: Options) -> None:
+    scripts = check(options)
+    total = options.rounds * sum(len(LADDERS[script]) for script in scripts)
+    kept = f"the pairs that were finished before lie in {options.out}"
+    with stoppable(kept), tqdm(total=total, unit="run") as bar:
+        for script in scripts:
+            write_json(options.out / f"{script}.json", measure(script, options, bar))
+            text = write_summary(options.out)
+    print(text)
+    print(f"written to {options.out}")
