@@ -13,7 +13,7 @@ usage: ./run.sh COMMAND [FLAGS]
   sweep [FLAGS]         train scripts x variants x seeds and report; --scripts, --seeds, --total-timesteps, --resume
   report RUNS...        table, learning curves and verdicts from run folders; --out DIR
   throughput [FLAGS]    measure steady steps/s of each script and variant; --scripts, --variants, --rounds, --seconds,
-                        --peers sb3 sbx to measure Stable-Baselines3 and SBX beside them
+                        --peers sb3 sbx rllib to measure Stable-Baselines3, SBX and RLlib beside them
   inference [FLAGS]     measure how fast each network acts, by each way to run it; --networks, --paths, --batch-sizes
   rollout [FLAGS]       measure how fast environments are sampled, the policy compiled or not; --compile-actor
   env-pools [FLAGS]     measure pools of slow Python environments beside their models; --parts, --sizes, --rounds
@@ -58,6 +58,14 @@ install() {
   touch "$stamp"
 }
 
+# Make .venv-rllib, unless it is there: RLlib pins another Gymnasium than the scripts need.
+install_rllib() {
+  if [ -n "${RLLIB_PYTHON:-}" ] || [ -x "$root/.venv-rllib/bin/python" ]; then return; fi
+  echo "installing requirements/requirements-rllib.txt into .venv-rllib" >&2
+  "$(find_python)" -m venv "$root/.venv-rllib"
+  "$root/.venv-rllib/bin/pip" install --quiet --disable-pip-version-check -r "$root/requirements/requirements-rllib.txt"
+}
+
 # Run a command in the folder of the caller, so that paths are what they look like. The modules are this checkout's,
 # whatever lies in that folder; after it the caller's own can be found too, such as one that registers an environment.
 start() {
@@ -81,6 +89,8 @@ case $command in
     ;;
   throughput)
     case " $* " in *" --peers"*) install requirements-benchmark ;; *) install requirements ;; esac
+    case " $* " in *" impala_ray"*) install requirements-ray ;; esac
+    case " $* " in *" rllib"*) install_rllib ;; esac
     ;;
   gpu)
     # A machine with a GPU may have no registry to install from, but a Python that has it all

@@ -23,7 +23,9 @@ VARIANTS = {
     "compile+cudagraphs": (SUFFIX, ("--compile", "--cudagraphs")),
 }
 Variant = Literal["eager", "lean", "compile", "cudagraphs", "compile+cudagraphs"]  # a key of VARIANTS
-PEERS = {"sb3": "stable_baselines3", "sbx": "sbx"}  # the module that each needs
+PEERS = {"sb3": "stable_baselines3", "sbx": "sbx", "rllib": "ray"}  # the module that each needs
+# RLlib pins another Gymnasium, so it has an environment of its own: requirements/requirements-rllib.txt
+RLLIB_PYTHON = Path(os.environ.get("RLLIB_PYTHON", ROOT / ".venv-rllib" / "bin" / "python"))
 
 
 def fail(message: str) -> NoReturn:
@@ -37,9 +39,11 @@ def pairs() -> list[str]:
     return sorted(path.stem.removesuffix(SUFFIX) for path in SCRIPTS.glob(f"*{SUFFIX}.py"))
 
 
-def has_peers(script: str) -> bool:
-    """Whether other libraries can train as a script does: they have no pool that does not wait for all."""
-    return not hasattr(load_script(SCRIPTS / f"{script}.py"), "Pool")
+def peers_of(script: str) -> tuple[str, ...]:
+    """The libraries that can train as a script does: none has a pool that does not wait for all."""
+    if script.endswith("_ray"):
+        return ("rllib",)
+    return () if hasattr(load_script(SCRIPTS / f"{script}.py"), "Pool") else ("sb3", "sbx")
 
 
 def check_known(kind: str, names: list[str] | tuple[str, ...], known: list[str]) -> None:
@@ -66,6 +70,8 @@ def default_variants() -> list[str]:
 
 def command(script: str, variant: str) -> list[str]:
     """The command line of a variant, or of a peer, of the pair `script`; to be run in the root of the repository."""
+    if variant == "rllib":
+        return [str(RLLIB_PYTHON), str(ROOT / "benchmarks" / "throughput" / "peer_rllib.py")]
     if variant in PEERS:
         return [sys.executable, "-m", "benchmarks.throughput.peers", variant, script]
     suffix, flags = VARIANTS[variant]
@@ -110,7 +116,8 @@ def same_phase(script: str) -> list[str]:
 def often_logged(script: str) -> list[str]:
     """Flags that make a script that learns at each step, and is slow, write a line about each second."""
     known = fields_of(script)
-    return ["--log-every=200"] if "log_every" in known and "train_frequency" not in known else []
+    is_slow = "log_every" in known and "train_frequency" not in known and "num_runners" not in known
+    return ["--log-every=200"] if is_slow else []
 
 
 def endless_flags(script: str, device: str) -> list[str]:

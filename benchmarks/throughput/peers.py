@@ -30,9 +30,9 @@ from benchmarks.common.programs import (
     check_known,
     environment_class,
     fail,
-    has_peers,
     load_script,
     pairs,
+    peers_of,
 )
 from benchmarks.common.results import git, gpu_model, package_versions
 
@@ -281,8 +281,8 @@ def main(arguments: list[str]) -> None:
     if len(arguments) < 2:
         fail("name a peer and a script")
     peer, script, *flags = arguments
-    check_known("peer", [peer], list(PEERS))
-    check_known("script", [script], [name for name in pairs() if has_peers(name)])
+    check_known("peer", [peer], [name for name in PEERS if name != "rllib"])  # which has peer_rllib.py
+    check_known("script", [script], [name for name in pairs() if peer in peers_of(name)])
     if importlib.util.find_spec(PEERS[peer]) is None:
         fail(f"{peer} is not installed: pip install -r requirements/requirements-benchmark.txt")
     print(train(peer, script, flags))
