@@ -13,7 +13,7 @@ usage: ./run.sh COMMAND [FLAGS]
   sweep [FLAGS]         train scripts x variants x seeds and report; --scripts, --seeds, --total-timesteps, --resume
   report RUNS...        table, learning curves and verdicts from run folders; --out DIR
   throughput [FLAGS]    measure steady steps/s of each script and variant; --scripts, --variants, --rounds, --seconds,
-                        --peers sb3 sbx to measure Stable-Baselines3 and SBX beside them
+                        --peers sb3 sbx rllib to measure Stable-Baselines3, SBX and RLlib beside them
   time-to-score [FLAGS] measure how long each takes to a good policy, compiling included; --tasks, --variants, --peers
   speedrun PAIR ENV     measure how long settings of one's own take to it, for the board; --score, --flags="...", --name
   ladder [FLAGS]        measure what each trick gives, from the loop that everybody writes to the compiled script
@@ -61,6 +61,14 @@ install() {
   touch "$stamp"
 }
 
+# Make .venv-rllib, unless it is there: RLlib pins another Gymnasium than the scripts need.
+install_rllib() {
+  if [ -n "${RLLIB_PYTHON:-}" ] || [ -x "$root/.venv-rllib/bin/python" ]; then return; fi
+  echo "installing requirements/requirements-rllib.txt into .venv-rllib" >&2
+  "$(find_python)" -m venv "$root/.venv-rllib"
+  "$root/.venv-rllib/bin/pip" install --quiet --disable-pip-version-check -r "$root/requirements/requirements-rllib.txt"
+}
+
 # Run a command in the folder of the caller, so that paths are what they look like. The modules are this checkout's,
 # whatever lies in that folder; after it the caller's own can be found too, such as one that registers an environment.
 start() {
@@ -84,6 +92,8 @@ case $command in
     ;;
   throughput)
     case " $* " in *" --peers"*) install requirements-benchmark ;; *) install requirements ;; esac
+    case " $* " in *" impala_ray"*) install requirements-ray ;; esac
+    case " $* " in *" rllib"*) install_rllib ;; esac
     ;;
   gpu)
     # A machine with a GPU may have no registry to install from, but a Python that has it all

@@ -371,19 +371,20 @@ def test_a_fault_is_named_counted_and_survived(train, tmp_path, capfd, fault):
 
 
 def refused(capfd, **settings) -> str:
-    """The one line of the error of a training that was refused, within ten seconds."""
-    start = time.monotonic()
+    """The one line of the error of a training that was refused."""
     with pytest.raises(SystemExit) as end:
         SCRIPT.train(SCRIPT.Args(**SMALL | {"num_runners": 2} | settings))
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert end.value.code == 2 and len(lines) == 1 and time.monotonic() - start < 10
+    assert end.value.code == 2 and len(lines) == 1
     return lines[0]
 
 
 @on_ray
 def test_what_the_cluster_has_not_is_refused(capfd):
+    start = time.monotonic()
     assert "need 198 GPUs, the cluster has 0" in refused(capfd, gpus_per_runner=99)
     assert "need 10 CPUs, the cluster has 4" in refused(capfd, cpus_per_runner=5)
+    assert time.monotonic() - start < 10
 
 
 @on_ray

@@ -169,7 +169,7 @@ TABLE = {
         most_lines=1100,
     ),
     "impala_ray": Pair(
-        acts="Categorical", obs_shape=(4,), num_actions=2,
+        acts="Categorical", obs_shape=(4,), num_actions=2, peers="impala",
         own_tests="test_impala.py",
         most_changes=45,  # an update is one function, or two with a sum over learners between them
         most_above=420,

@@ -16,6 +16,7 @@ COLOURS = {
     "cudagraphs": "#F0E442", "sb3": "#009E73", "sbx": "#E69F00", "leanrl": "#999999",
 }  # fmt: skip
 LABELS = {"leanrl": "LeanRL", "sb3": "SB3 (PyTorch)", "sbx": "SBX (JAX)", "lean": "compile script, uncompiled"}
+LABELS |= {"rllib": "RLlib"}
 STYLE = {
     "font.size": 10, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
     "grid.alpha": 0.25, "grid.linewidth": 0.6, "axes.axisbelow": True, "lines.linewidth": 1.6, "legend.frameon": False,

@@ -25,8 +25,10 @@ VARIANTS = {
     "compile+cudagraphs": (SUFFIX, ("--compile", "--cudagraphs")),
 }
 Variant = Literal["eager", "lean", "compile", "cudagraphs", "compile+cudagraphs"]  # a key of VARIANTS
-PEERS = {"sb3": "stable_baselines3", "sbx": "sbx"}  # the module that each needs
+PEERS = {"sb3": "stable_baselines3", "sbx": "sbx", "rllib": "ray"}  # the module that each needs
 AT_DEFAULTS = "-defaults"  # behind the name of a peer: by its own settings instead of the script's
+# RLlib pins another Gymnasium, so it has an environment of its own: requirements/requirements-rllib.txt
+RLLIB_PYTHON = Path(os.environ.get("RLLIB_PYTHON", ROOT / ".venv-rllib" / "bin" / "python"))
 
 
 def fail(message: str) -> NoReturn:
@@ -40,9 +42,10 @@ def pairs() -> list[str]:
     return sorted(path.stem.removesuffix(SUFFIX) for path in SCRIPTS.glob(f"*{SUFFIX}.py"))
 
 
-def has_peers(script: str) -> bool:
-    """Whether other libraries can train as a script does."""
-    return script in TABLE and TABLE[script].peers is not None
+def peers_of(script: str) -> tuple[str, ...]:
+    """The libraries that can train as a script does."""
+    algorithm = TABLE[script].peers if script in TABLE else None
+    return {None: (), "impala": ("rllib",)}.get(algorithm, ("sb3", "sbx"))
 
 
 def check_known(kind: str, names: list[str] | tuple[str, ...], known: list[str]) -> None:
@@ -76,6 +79,8 @@ def default_variants() -> list[str]:
 
 def command(script: str, variant: str) -> list[str]:
     """The command line of a variant, or of a peer, of the pair `script`; to be run in the root of the repository."""
+    if variant == "rllib":
+        return [str(RLLIB_PYTHON), str(ROOT / "benchmarks" / "throughput" / "peer_rllib.py")]
     if variant.removesuffix(AT_DEFAULTS) in PEERS:
         return [sys.executable, "-m", "benchmarks.throughput.peers", variant, script]
     suffix, flags = VARIANTS[variant]
@@ -120,7 +125,8 @@ def same_phase(script: str) -> list[str]:
 def often_logged(script: str) -> list[str]:
     """Flags that make a script that learns at each step, and is slow, write a line about each second."""
     known = fields_of(script)
-    return ["--log-every=200"] if "log_every" in known and "train_frequency" not in known else []
+    is_slow = "log_every" in known and "train_frequency" not in known and "num_runners" not in known
+    return ["--log-every=200"] if is_slow else []
 
 
 def endless_flags(script: str, device: str) -> list[str]:

@@ -37,8 +37,8 @@ from benchmarks.common.programs import (
     command,
     default_variants,
     fail,
-    has_peers,
     pairs,
+    peers_of,
 )
 from benchmarks.common.results import describe, estimate, make_folder, provenance, stoppable, table, write_json
 from benchmarks.learning import report
@@ -286,7 +286,7 @@ def main(options: Options) -> None:
     tasks = check(options)
     plans = []
     for script, env_id in tasks:
-        own = contestants_of(options.variants or default_variants(), options.peers if has_peers(script) else ())
+        own = contestants_of(options.variants or default_variants(), options.peers if "sb3" in peers_of(script) else ())
         score = published(script, env_id) if options.score is None else options.score
         flags = tuple(shlex.split(options.flags))
         plans.append(((script, env_id), score, [Contestant(x.name, x.program, flags, x.cache) for x in own]))

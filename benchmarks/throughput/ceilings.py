@@ -133,7 +133,8 @@ def step_envs(module: ModuleType, flags: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = {"script": Path(module.__file__).name, "args": asdict(args)}
     (folder / "config.json").write_text(json.dumps(config))
-    num_envs = args.num_workers * args.envs_per_worker if hasattr(module, "Pool") else args.num_envs
+    num_envs = args.num_workers * args.envs_per_worker if hasattr(module, "Pool") else 0
+    num_envs = num_envs or getattr(args, "num_envs", None) or args.envs_per_runner
     envs = make_envs(module, args, list(range(1, num_envs + 1)))
     envs.action_space.seed(args.seed)
     draw = envs.action_space.sample

@@ -33,9 +33,9 @@ from benchmarks.common.programs import (
     check_known,
     environment_class,
     fail,
-    has_peers,
     load_script,
     pairs,
+    peers_of,
 )
 from benchmarks.common.results import git, gpu_model, package_versions
 
@@ -290,8 +290,9 @@ def main(arguments: list[str]) -> None:
     if len(arguments) < 2:
         fail("name a peer and a script")
     peer, script, *flags = arguments
-    check_known("peer", [peer], [name + kind for kind in ("", AT_DEFAULTS) for name in PEERS])
-    check_known("script", [script], [name for name in pairs() if has_peers(name)])
+    # RLlib has peer_rllib.py
+    check_known("peer", [peer], [name + kind for kind in ("", AT_DEFAULTS) for name in PEERS if name != "rllib"])
+    check_known("script", [script], [name for name in pairs() if "sb3" in peers_of(name)])
     if importlib.util.find_spec(PEERS[peer.removesuffix(AT_DEFAULTS)]) is None:
         fail(f"{peer} is not installed: pip install -r requirements/requirements-benchmark.txt")
     print(train(peer, script, flags))

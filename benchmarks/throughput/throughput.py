@@ -28,6 +28,7 @@ from benchmarks.common import plots, processes, runs, stats, steady
 from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import (
     PEERS,
+    RLLIB_PYTHON,
     SCRIPTS,
     VARIANTS,
     Variant,
@@ -37,9 +38,9 @@ from benchmarks.common.programs import (
     command,
     default_variants,
     fail,
-    has_peers,
     often_logged,
     pairs,
+    peers_of,
     same_phase,
 )
 from benchmarks.common.results import (
@@ -73,7 +74,7 @@ rest is larger.)
 class Options:
     scripts: tuple[str, ...] = ()  # pairs to measure, by the names of their eager twins; by default all
     variants: tuple[Variant, ...] = ()  # by default those of use here
-    peers: tuple[Literal["sb3", "sbx"], ...] = ()  # libraries to measure beside them
+    peers: tuple[Literal["sb3", "sbx", "rllib"], ...] = ()  # libraries to measure beside them
     rounds: int = 5  # times that each is started
     seconds: float = 40.0  # steady seconds of each run, in windows of 2 s
     window: float = steady.WINDOW  # seconds of a window
@@ -219,7 +220,7 @@ def measure_device_use(script: str, contestants: dict[str, dict], options: Optio
 
 def measure_script(script: str, options: Options, bar: tqdm) -> dict:
     """All rounds of one script, its variants and peers, and what follows from them."""
-    names = [*(options.variants or default_variants()), *(options.peers if has_peers(script) else ())]
+    names = [*(options.variants or default_variants()), *(peer for peer in options.peers if peer in peers_of(script))]
     results = {name: [] for name in names}
     flags = ["--no-tensorboard", *same_phase(script), *often_logged(script)]
     caches = Path(tempfile.mkdtemp())
@@ -249,13 +250,22 @@ def measure_script(script: str, options: Options, bar: tqdm) -> dict:
     return result | {"published": getattr(TABLE.get(script), "leanrl", None) or None, "provenance": provenance()}
 
 
+PEER_NAMES = {"sb3": "SB3", "sbx": "SBX", "rllib": "RLlib"}
+
+
+def peer_columns(result: dict) -> tuple[str, ...]:
+    """The peers that a table compares a script with, measured or not."""
+    return ("rllib",) if result["script"].endswith("_ray") else ("sb3", "sbx")
+
+
 def contestant_cells(result: dict, name: str) -> list[str]:
     """A row of the table of speeds."""
     own = result["contestants"][name]
     if "steps_per_second" not in own:
-        return [plots.label(name), "failed", *["-"] * 8]
+        return [plots.label(name), "failed", *["-"] * (6 + len(peer_columns(result)))]
     ratios = {x["to"]: x for x in result["ratios"] if x["of"] == name}
-    to = [estimate(ratios[x]["ratio"], ratios[x]["interval"], ".2f") if x in ratios else "-" for x in ("sb3", "sbx")]
+    to = [ratios.get(x) for x in peer_columns(result)]
+    to = [estimate(x["ratio"], x["interval"], ".2f") if x else "-" for x in to]
     to.append(estimate(ratios["eager"]["ratio"], ratios["eager"]["interval"], ".2f") if "eager" in ratios else "-")
     starts = " / ".join("-" if x is None else f"{x:.1f}" for x in (own["cold_seconds"], own["warm_seconds"]))
     steps = result["break_even_steps"].get(name, {})
@@ -277,14 +287,8 @@ def ceiling_cells(result: dict, name: str) -> list[str]:
 def section(result: dict) -> list[str]:
     """What Markdown says on one script."""
     title = f"## {result['script']} on {result['env_id']}" + f" ({result['flags']})" * bool(result["flags"])
-    header = [
-        "program",
-        "steady steps/s [quartiles]",
-        "of a whole run",
-        "to SB3 [95 %]",
-        "to SBX [95 %]",
-        "to eager [95 %]",
-    ]
+    header = ["program", "steady steps/s [quartiles]", "of a whole run"]
+    header += [f"to {PEER_NAMES[peer]} [95 %]" for peer in peer_columns(result)] + ["to eager [95 %]"]
     header += ["first update, cold / warm (s)", "pays after steps, cold / warm", "peak memory (MB)", "cores used"]
     cells = [contestant_cells(result, name) for name in result["contestants"]]
     if result["published"]:
@@ -346,6 +350,8 @@ def check(options: Options) -> list[str]:
     if options.whole_steps < 0:
         fail("--whole-steps must be 0 or more")
     check_installed(options.peers)
+    if "rllib" in options.peers and not RLLIB_PYTHON.exists():
+        fail(f"no {RLLIB_PYTHON}: make that environment with requirements/requirements-rllib.txt, or set RLLIB_PYTHON")
     make_folder(options.out)
     return list(options.scripts) or pairs()
 
