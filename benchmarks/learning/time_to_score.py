@@ -150,7 +150,7 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
 
         def run(contestant: Contestant, seed: int, cache: str, find: Callable) -> dict:
-            flags = ["--env-id", env_id, "--seed", str(seed), *contestant.flags]
+            flags = [*contestant.flags, "--env-id", env_id, "--seed", str(seed)]
             arguments = [*command(script, contestant.program), *flags]
             bar.set_postfix_str(f"{script} on {env_id}: {contestant.name}, seed {seed}")
             return run_once(arguments, find, timeout, TORCHINDUCTOR_CACHE_DIR=str(Path(folder, cache)))
