@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -290,7 +290,7 @@ def main(options: Options) -> None:
         own = contestants_of(options.variants or default_variants(), options.peers if has_peers(script) else ())
         score = published(script, env_id) if options.score is None else options.score
         flags = tuple(shlex.split(options.flags))
-        plans.append(((script, env_id), score, [Contestant(x.name, x.program, flags, x.cache) for x in own]))
+        plans.append(((script, env_id), score, [replace(x, flags=flags) for x in own]))
     total = sum(len(contestants) * len(options.seeds) for _, _, contestants in plans)
     with stoppable(f"the seeds that were finished before lie in {options.out}"), tqdm(total=total, unit="run") as bar:
         for task, score, contestants in plans:
