@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.common import results
 from benchmarks.common.results import git
 from benchmarks.tools import stale
 
@@ -43,6 +44,16 @@ def test_a_changed_script_is_seen(source, tmp_path, monkeypatch):
         stale.has_changed.cache_clear()
         assert stale.has_changed(name, commit) is changed
     stale.has_changed.cache_clear()
+
+
+def test_results_that_are_written_do_not_make_the_code_another_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    git("init", "--quiet")
+    (tmp_path / "benchmarks" / "results" / "x.json").write_text("{}")
+    assert results.provenance()["uncommitted_changes"] is False
+    (tmp_path / "benchmarks" / "x.py").write_text("")
+    assert results.provenance()["uncommitted_changes"] is True
 
 
 def test_rows_of_a_report_have_the_commits_of_their_runs():

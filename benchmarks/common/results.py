@@ -73,11 +73,13 @@ def command_line() -> str | None:
 
 def provenance() -> dict:
     """What every result carries, for its JSON file."""
+    # Results that are being written do not make the code another one
+    code = ("scripts", "benchmarks", "requirements", ":(exclude)benchmarks/results")
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command_line(),
         "commit": git("rev-parse", "HEAD") or None,
-        "uncommitted_changes": bool(git("status", "--porcelain", "--", "scripts", "benchmarks", "requirements")),
+        "uncommitted_changes": bool(git("status", "--porcelain", "--", *code)),
         "versions": package_versions(),
         "machine": {"cpu": cpu_model(), "cores": len(os.sched_getaffinity(0)), "gpu": gpu_model()},
     }

@@ -5,7 +5,7 @@ but another task; the seeds are not those by which settings are looked for. Besi
 default flags and Stable-Baselines3 at its own defaults. `./run.sh time-to-score` says what is timed and how.
 
 Measures: the wall time from the start of the process until the mean return of the last 100 episodes reaches the score.
-Takes: as long as the runs: CartPole about 15 minutes with what runs beside it, HalfCheetah about three hours.
+Takes: as long as the runs: CartPole about 25 minutes with what runs beside it, HalfCheetah about two and a half hours.
 Leaves: in --out one JSON file for each record, written anew after each seed, and the board of all that lie there,
 speedrun.md.
 """
@@ -14,7 +14,7 @@ import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 from tqdm import tqdm
@@ -55,8 +55,8 @@ Stable-Baselines3 as its users start it.
 
 @dataclass
 class Options:
-    script: tyro.conf.Positional[str]  # a pair, by the name of its eager twin
-    env_id: tyro.conf.Positional[str]
+    script: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PAIR")]  # by the name of its eager twin
+    env_id: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="ENV_ID")]  # the task
     flags: str = ""  # the settings, as in --flags="--num-envs 8 --learning-rate 1e-3"
     variant: Variant = "eager"
     cache: Literal["cold", "warm"] = "cold"  # the compile cache of a compiled variant, empty or filled
