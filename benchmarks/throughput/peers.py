@@ -128,7 +128,7 @@ DIFFERENCES = {
 
 def differences(script: str, names: list[str]) -> dict[str, str]:
     """What is not as in a script, by peer, of those among the names."""
-    algorithm = TABLE[script].peers if has_peers(script) else None
+    algorithm = TABLE[script].peers if script in TABLE else None
     return {name: DIFFERENCES[name][algorithm] for name in names if algorithm in DIFFERENCES.get(name, {})}
 
 
