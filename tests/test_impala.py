@@ -29,7 +29,7 @@ SCRIPT = load(EAGER)
 GAMMA = 0.9
 SMALL = {
     "env_id": "tiny_envs:Choose-v0", "num_runners": 0, "envs_per_runner": 2, "fragment_steps": 16, "log_every": 64,
-    "total_timesteps": 384, "learning_rate": 3e-3, "device": "cpu", "tensorboard": False,
+    "total_timesteps": 384, "learning_rate": 3e-3, "batch_updates": 1, "device": "cpu", "tensorboard": False,
 }  # fmt: skip
 on_ray = pytest.mark.usefixtures("cluster")
 each_script = pytest.mark.parametrize("name", [EAGER, COMPILED])
@@ -150,6 +150,7 @@ def test_compiled_twin_computes_the_same(train, monkeypatch, env_id, compile):
     for name in (EAGER, COMPILED):
         lag(load(in_float64(name)), monkeypatch)
     settings = {"env_id": env_id, "total_timesteps": 1024, "clip_rewards": True, "batch_fragments": 2}
+    settings["batch_updates"] = 2
     run = train(in_float64(EAGER), **settings)
     counters.clear()
     with torch._inductor.config.patch(fallback_random=True), torch._dynamo.config.patch(error_on_recompile=True):
@@ -272,7 +273,7 @@ def test_learns_over_two_nodes(train):
     assert run.lines[-1]["charts/episodic_return"] > 100 > run.lines[0]["charts/episodic_return"]
     last = run.lines[-1]
     assert last["runners/alive"] == 2 and last["runners/restarts"] == 0
-    assert 0 < last["runners/staleness"] <= last["runners/staleness_max"] <= 2 * SCRIPT.IN_FLIGHT * 2
+    assert 0 < last["runners/staleness"] <= last["runners/staleness_max"]
     shares = {name: x for name, x in last.items() if name.startswith("time/")}
     assert sum(shares.values()) == pytest.approx(100) and shares["time/runners_waiting"] > 0
 
@@ -300,7 +301,8 @@ def test_two_learners_are_one_with_twice_the_batch():
             for _ in range(2):
                 pair = batches[i : i + 2]
                 learners.update(optimizer.learning_rate, pair[args.batch_fragments :])
-                update(*script.to_batch(pair[: args.batch_fragments], run.device))
+                (batch,) = script.to_batches(args, pair[: args.batch_fragments], run.device)
+                update(*batch)
         agents.append(script.get_weights(agent))
         for actor in learners.actors:
             other = runners.ray.get(actor.__ray_call__.remote(lambda self: get_weights(self.agent)))
@@ -373,7 +375,7 @@ def test_a_fault_is_named_counted_and_survived(train, tmp_path, capfd, fault):
 def refused(capfd, **settings) -> str:
     """The one line of the error of a training that was refused."""
     with pytest.raises(SystemExit) as end:
-        SCRIPT.train(SCRIPT.Args(**SMALL | {"num_runners": 2} | settings))
+        SCRIPT.train(SCRIPT.Args(**SMALL | {"num_runners": 1} | settings))
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert end.value.code == 2 and len(lines) == 1
     return lines[0]
@@ -382,8 +384,8 @@ def refused(capfd, **settings) -> str:
 @on_ray
 def test_what_the_cluster_has_not_is_refused(capfd):
     start = time.monotonic()
-    assert "need 198 GPUs, the cluster has 0" in refused(capfd, gpus_per_runner=99)
-    assert "need 10 CPUs, the cluster has 4" in refused(capfd, cpus_per_runner=5)
+    assert "need 99 GPUs, the cluster has 0" in refused(capfd, gpus_per_runner=99)
+    assert "need 5 CPUs, the cluster has 4" in refused(capfd, cpus_per_runner=5)
     assert time.monotonic() - start < 10
 
 
@@ -392,6 +394,7 @@ def test_settings_that_cannot_work_are_refused(capfd):
     assert "--ray-address 127.0.0.1:1: ConnectionRefusedError" in refused(capfd, ray_address="127.0.0.1:1")
     assert "close to it: CartPole-v1" in refused(capfd, env_id="CartPol-v1")
     assert "No module named 'tiny_env'" in refused(capfd, env_id="tiny_env:Reach-v0")
+    assert "--fragment-steps 16 can't be divided by --batch-updates 3" in refused(capfd, batch_updates=3)
     assert "--num-learners is for --num-runners 1 or more" in refused(capfd, num_runners=0, num_learners=2)
     with mock.patch.object(gym.spaces, "Discrete", gym.spaces.Box):
         assert "has actions Discrete" in refused(capfd, num_runners=0)
