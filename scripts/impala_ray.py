@@ -107,6 +107,7 @@ class Args:
     batch_fragments: int = 1  # fragments in a learner's batch
     batch_updates: int = 4  # gradient steps on a batch, each by an equal stretch of its steps
     learning_rate: float = 1e-3  # of Adam
+    adam_eps: float = 1e-3  # of Adam: what gradients of noise are damped by, like the 0.1 of the paper's RMSProp
     anneal_lr: bool = True  # lower the learning rate linearly to zero
     gamma: float = 0.99  # discount factor
     rho_bar: float = 1.0  # greatest importance weight of a temporal difference, and of an advantage
@@ -313,7 +314,7 @@ class Runner:
 def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Space, device: torch.device, add_up=None):
     """A learner of the paper -> networks, optimizer, `update`. Of several, `add_up` sums a vector over all of them."""
     agent = ActorCritic(observation_space, action_space).to(device)
-    optimizer = Adam(agent, args.learning_rate, eps=1e-5)
+    optimizer = Adam(agent, args.learning_rate, args.adam_eps)
     num_weights = sum(optimizer.sizes)
 
     def gradient(obs: Tensor, action: Tensor, rows: Tensor) -> Tensor:
