@@ -32,7 +32,13 @@ SMALL = {
     "env_id": "tiny_envs:Choose-v0", "num_runners": 0, "envs_per_runner": 2, "fragment_steps": 16, "log_every": 64,
     "total_timesteps": 384, "learning_rate": 3e-3, "batch_updates": 1, "device": "cpu", "tensorboard": False,
 }  # fmt: skip
-on_ray = pytest.mark.usefixtures("cluster")
+
+
+def on_ray(function):
+    """A test that needs the cluster: alone, else each of several processes of pytest would start one."""
+    return pytest.mark.alone(pytest.mark.usefixtures("cluster")(function))
+
+
 each_script = pytest.mark.parametrize("name", [EAGER, COMPILED])
 
 
@@ -438,6 +444,7 @@ def test_runners_that_die_again_and_again_end_the_run(train, tmp_path):
     assert "--resume" in end.value.code and (tmp_path / "run0" / "checkpoint.pt").exists()
 
 
+@pytest.mark.alone
 def test_a_node_that_is_gone_costs_only_its_runners(cluster, train):
     """One of three nodes; it goes on within ten seconds, with the runners of the others."""
     third, log, gone = cluster.add_node(num_cpus=2, object_store_memory=100_000_000), SCRIPT.Run.log, []
@@ -482,6 +489,7 @@ def is_running(pid: int) -> bool:
     return False
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_process_outlives_a_run_that_is_stopped(tmp_path, signum):
     """Ctrl-C goes to the whole group of processes. A run that was killed goes on from its last checkpoint."""
