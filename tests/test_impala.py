@@ -25,6 +25,9 @@ from parity import CLOSE, assert_agree
 from test_math import episodes, rollouts
 from torch._dynamo.utils import counters
 
+# Ray gives its workers a niceness of 15 more than its own: beside other processes they would come last
+os.environ["RAY_worker_niceness"] = "0"
+
 EAGER, COMPILED = "impala_ray", "impala_ray_torchcompile"
 SCRIPT = load(EAGER)
 GAMMA = 0.9
