@@ -80,7 +80,10 @@ start() {
 command=${1:-help}
 [ $# -eq 0 ] || shift
 case $command in
-  demo | diff | evaluate | ladder | readme | report | stale | sweep) install requirements ;;
+  demo | diff | evaluate | ladder | readme | report | stale | sweep)
+    install requirements
+    case " $* " in *" impala_ray"*) install requirements-ray ;; esac
+    ;;
   env-pools | speedrun | time-to-score) install requirements-benchmark ;;
   inference | rollout)
     # By default all ways to act are measured, and onnxruntime is one of them

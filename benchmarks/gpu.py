@@ -31,7 +31,7 @@ from benchmarks.acting import inference, rollout
 from benchmarks.acting.networks import NETWORKS
 from benchmarks.common import plots, processes, turns
 from benchmarks.common.pairs import TABLE
-from benchmarks.common.programs import check_known, check_positive, command, endless_flags, fail, pairs
+from benchmarks.common.programs import check_known, check_positive, command, endless_flags, fail, pairs, pairs_here
 from benchmarks.common.results import (
     describe,
     estimate,
@@ -332,7 +332,7 @@ def check(options: Options) -> list[str]:
     make_folder(options.out)
     if (options.out / f"{options.stage}.md").exists():
         fail(f"{options.out} holds results of this stage; name another folder")
-    scripts = options.scripts or (("dqn",) if options.dry_run else tuple(pairs()))
+    scripts = options.scripts or (("dqn",) if options.dry_run else tuple(pairs_here()))
     return sorted(scripts, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
 
 

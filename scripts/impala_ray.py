@@ -12,7 +12,7 @@ https://arxiv.org/abs/1802.01561, whose equations are meant below; the network f
 "Human-level control through deep reinforcement learning", https://doi.org/10.1038/nature14236.
 
     python impala_ray.py --env-id CartPole-v1 --num-runners 2 --envs-per-runner 16
-    python impala_ray.py --env-id Pong-v5 --fragment-steps 50 --learning-rate 5e-4 --clip-rewards
+    python impala_ray.py --env-id Pong-v5 --learning-rate 5e-4 --ent-coef 0.01 --clip-rewards
     python impala_ray.py --ray-address auto --num-runners 64    # on a cluster, after `ray start` on all
 
 Its compiled twin is `impala_ray_torchcompile.py`; the diff of the two shows all that compiling takes.
@@ -105,12 +105,14 @@ class Args:
     # IMPALA
     fragment_steps: int = 32  # steps of each environment in a fragment
     batch_fragments: int = 1  # fragments in a learner's batch
+    batch_updates: int = 4  # gradient steps on a batch, each by an equal stretch of its steps
     learning_rate: float = 1e-3  # of Adam
+    adam_eps: float = 1e-3  # of Adam: what gradients of noise are damped by, like the 0.1 of the paper's RMSProp
     anneal_lr: bool = True  # lower the learning rate linearly to zero
     gamma: float = 0.99  # discount factor
     rho_bar: float = 1.0  # greatest importance weight of a temporal difference, and of an advantage
     c_bar: float = 1.0  # greatest importance weight by which a trace goes on
-    ent_coef: float = 0.01  # weight of the entropy bonus
+    ent_coef: float = 0.001  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # the gradient is scaled down to this norm
 
@@ -121,7 +123,6 @@ class Args:
 
 
 METRICS = "losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/approx_kl", "losses/rho"
-IN_FLIGHT = 2  # fragments asked of a runner: it works at one, and need not wait for the learner to begin the next
 # The least and the greatest value of a setting; of others, integers are 1 or more, floats 0 or more
 LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "num_runners": (0, math.inf), "runner_restarts": (0, math.inf)}
 
@@ -313,7 +314,7 @@ class Runner:
 def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Space, device: torch.device, add_up=None):
     """A learner of the paper -> networks, optimizer, `update`. Of several, `add_up` sums a vector over all of them."""
     agent = ActorCritic(observation_space, action_space).to(device)
-    optimizer = Adam(agent, args.learning_rate, eps=1e-5)
+    optimizer = Adam(agent, args.learning_rate, args.adam_eps)
     num_weights = sum(optimizer.sizes)
 
     def gradient(obs: Tensor, action: Tensor, rows: Tensor) -> Tensor:
@@ -370,17 +371,14 @@ def train(args: Args) -> Path:
             optimizer.learning_rate.fill_(args.learning_rate * max(0.0, 1 - run.step / args.total_timesteps))
 
         # Collect. Whatever is ready first; of each runner, in the order in which it was asked for
-        runners.clock.lap("learning")
         fragments = runners.collect(args.batch_fragments, args.num_learners)
-        runners.clock.lap("learner_waiting")
 
         # Learn. The first fragments are this learner's
         learners.update(optimizer.learning_rate, fragments[args.batch_fragments :])
-        losses = update(*to_batch(fragments[: args.batch_fragments], device))
+        for batch in to_batches(args, fragments[: args.batch_fragments], device):
+            losses = update(*batch)
         run.num_updates += 1
-        runners.clock.lap("learning")
         runners.publish(run.num_updates, get_weights(agent))
-        runners.clock.lap("weights")
 
         # Log
         if run.is_due():
@@ -738,9 +736,12 @@ def set_weights(module: nn.Module, vector: np.ndarray) -> None:
     torch._foreach_copy_(weights, [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)])
 
 
-def to_batch(fragments: list[tuple[np.ndarray, ...]], device: torch.device) -> list[Tensor]:
-    """Fragments (T, V, ...) side by side, on the device: (T, N, ...)."""
-    return [torch.from_numpy(np.concatenate(parts, axis=1)).to(device) for parts in zip(*fragments, strict=True)]
+def to_batches(args: Args, fragments: list[tuple[np.ndarray, ...]], device: torch.device):
+    """Fragments (T, V, ...) side by side, on the device, in equal stretches (T, N, ...) of their steps."""
+    whole = [torch.from_numpy(np.concatenate(parts, axis=1)).to(device) for parts in zip(*fragments, strict=True)]
+    length = args.fragment_steps // args.batch_updates
+    for first in range(0, args.fragment_steps, length):
+        yield [x[first : first + length + (x is whole[0])] for x in whole]  # observations are one more
 
 
 class Clock:
@@ -780,6 +781,8 @@ class Runners:
 
     def __init__(self, args: Args, run: "Run"):
         self.args, self.run = args, run
+        if args.fragment_steps % args.batch_updates:
+            fail(f"--fragment-steps {args.fragment_steps} can't be divided by --batch-updates {args.batch_updates}")
         self.infos, self.stop = defaultdict(list), fail  # `Run.open` puts a gentler way to stop here
         self.seeds = run.env_seeds(max(1, args.num_runners) * args.envs_per_runner)
         self.clock, self.seconds, self.staleness, self.queue = Clock(), defaultdict(float), [], []
@@ -816,13 +819,14 @@ class OneRunner(Runners):
             fail("--num-learners is for --num-runners 1 or more")
         self.runner, self.alive = Runner(args, self.seeds), {0}
         self.envs, self.clock = self.runner.envs, self.runner.clock  # one clock, as nobody waits
-        self.spaces, self.backend = (self.envs.observation_space, self.envs.action_space), self.envs.backend
-        self.close = self.envs.close
+        self.spaces = self.envs.observation_space, self.envs.action_space
+        self.backend, self.close = self.envs.backend, self.envs.close
 
     def publish(self, *weights) -> None:
         self.weights = weights
 
     def collect(self, batch_fragments: int, _num_learners: int) -> list[tuple[np.ndarray, ...]]:
+        self.clock.lap("learning")
         self.envs.stop, fragments = self.stop, []
         for _ in range(batch_fragments):
             self.run.stop_if_asked()
@@ -901,18 +905,19 @@ class RemoteRunner:
 class RayRunners(Runners):
     """Runners as actors of Ray, wherever in the cluster there is room.
 
-    Each is asked for IN_FLIGHT fragments, so it never waits for the learner while the learner keeps up, and never runs
-    far ahead of it. A runner that dies, or whose environment raises, is replaced by another, with new seeds; what it
-    was asked for is lost. The learner goes on with what the others bring.
+    Each is asked for IN_FLIGHT fragments: it works at one, and need not wait for the learner to begin the next, but
+    never runs far ahead. A runner that dies, or whose environment raises, is replaced by another, with new seeds; what
+    it was asked for is lost. The learner goes on with what the others bring.
     """
+
+    IN_FLIGHT = 2
 
     def __init__(self, args: Args, run: "Run"):
         super().__init__(args, run)
         choose_backend(args.env_id, args.env_backend, in_process=False)  # a typing error is found before Ray starts
         self.own_ray, self.ray = "ray" not in sys.modules or not sys.modules["ray"].is_initialized(), start_ray(args)
-        resources = {"num_cpus": args.cpus_per_runner, "num_gpus": args.gpus_per_runner}
-        self.remote = self.ray.remote(**resources, scheduling_strategy="SPREAD")(RemoteRunner)
-        self.actors, self.places, self.weights = {}, {}, None
+        place = {"num_cpus": args.cpus_per_runner, "num_gpus": args.gpus_per_runner, "scheduling_strategy": "SPREAD"}
+        self.remote, self.actors, self.places, self.weights = self.ray.remote(**place)(RemoteRunner), {}, {}, None
         self.in_flight = {}  # what will be a runner's report -> whose, and what will be the fragment that it is about
         self.failures = [0] * args.num_runners  # in a row
         self.deadline = time.monotonic() + args.fragment_timeout
@@ -948,9 +953,11 @@ class RayRunners(Runners):
 
     def publish(self, version: int, weights: np.ndarray) -> None:
         """Ask by these weights from now on. A small vector goes along with each question, a large one is put once."""
+        self.clock.lap("learning")
         self.weights = version, weights if weights.nbytes < 100_000 else self.ray.put(weights)
         for index in self.alive:
             self.ask(index)
+        self.clock.lap("weights")
 
     def ready(self) -> list:
         """References of what runners have done, in the order in which they were asked; within half a second."""
@@ -983,11 +990,13 @@ class RayRunners(Runners):
 
     def collect(self, batch_fragments: int, num_learners: int) -> list:
         """The fragments for this learner's batch; and references to those for the others."""
+        self.clock.lap("learning")
         fragments, count = [], batch_fragments * num_learners
         while len(fragments) < count:
             self.run.stop_if_asked()
             for reference in self.ready()[: count - len(fragments)]:
                 fragments += self.hear(reference, is_for_us=len(fragments) < batch_fragments)
+        self.clock.lap("learner_waiting")
         return fragments
 
     def bury(self, index: int, error: Exception) -> None:
@@ -1022,8 +1031,7 @@ class RemoteLearner:
 
     def __init__(self, args: Args, rank: int, spaces: tuple[gym.Space, gym.Space]):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self.args, self.rank = args, rank
-        self.device = torch.device("cuda" if args.gpus_per_learner else "cpu")
+        self.args, self.rank, self.device = args, rank, torch.device("cuda" if args.gpus_per_learner else "cpu")
         self.agent, self.optimizer, self.update = make_learner(args, *spaces, self.device, add_up)
 
     def join(self, address: tuple[str, int], states: list[dict], num_threads: int) -> None:
@@ -1034,7 +1042,8 @@ class RemoteLearner:
 
     def learn(self, learning_rate: float, *fragments: tuple[np.ndarray, ...]) -> None:
         self.optimizer.learning_rate.fill_(learning_rate)
-        self.update(*to_batch(fragments, self.device))
+        for batch in to_batches(self.args, fragments, self.device):
+            self.update(*batch)
 
 
 def add_up(sums: Tensor) -> Tensor:
@@ -1056,6 +1065,7 @@ class OtherLearners:
 
     def __init__(self, args: Args, runners: Runners):
         self.args, self.runners, self.actors, self.results = args, runners, [], []
+        self.add_up = partial(self.together, add_up)
         for module in [x for x in sys.modules.values() if type(x).__name__ == "ConfigModuleInstance"]:
             # PyTorch's, which `compiled` refers to; other modules can be pickled
             copyreg.pickle(type(module), lambda module: (importlib.import_module, (module.__name__,)))
@@ -1101,9 +1111,6 @@ class OtherLearners:
         except RuntimeError as error:
             self.check(timeout=2)
             self.runners.stop(f"the learners lost each other: {' '.join(str(error).split())}")
-
-    def add_up(self, sums: Tensor) -> Tensor:
-        return self.together(add_up, sums)
 
 
 def validate(args: Args) -> torch.device:

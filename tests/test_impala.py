@@ -19,19 +19,29 @@ import numpy as np
 import pytest
 import tiny_envs
 import torch
+from graph_emulator import use_graphs
 from helpers import ROOT, in_float64, load
 from parity import CLOSE, assert_agree
 from test_math import episodes, rollouts
 from torch._dynamo.utils import counters
+
+# Ray gives its workers a niceness of 15 more than its own: beside other processes they would come last
+os.environ["RAY_worker_niceness"] = "0"
 
 EAGER, COMPILED = "impala_ray", "impala_ray_torchcompile"
 SCRIPT = load(EAGER)
 GAMMA = 0.9
 SMALL = {
     "env_id": "tiny_envs:Choose-v0", "num_runners": 0, "envs_per_runner": 2, "fragment_steps": 16, "log_every": 64,
-    "total_timesteps": 384, "learning_rate": 3e-3, "device": "cpu", "tensorboard": False,
+    "total_timesteps": 384, "learning_rate": 3e-3, "batch_updates": 1, "device": "cpu", "tensorboard": False,
 }  # fmt: skip
-on_ray = pytest.mark.usefixtures("cluster")
+
+
+def on_ray(function):
+    """A test that needs the cluster: alone, else each of several processes of pytest would start one."""
+    return pytest.mark.alone(pytest.mark.usefixtures("cluster")(function))
+
+
 each_script = pytest.mark.parametrize("name", [EAGER, COMPILED])
 
 
@@ -44,7 +54,11 @@ def train(tmp_path):
 
 def metrics(run) -> list[dict]:
     """The lines of a run without what depends on the clock."""
-    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in run.metrics()]
+    return without_times(run).metrics()
+
+
+def without_times(run):
+    return run._replace(lines=[{k: v for k, v in line.items() if not k.startswith("time/")} for line in run.lines])
 
 
 # V-trace
@@ -150,17 +164,28 @@ def test_compiled_twin_computes_the_same(train, monkeypatch, env_id, compile):
     for name in (EAGER, COMPILED):
         lag(load(in_float64(name)), monkeypatch)
     settings = {"env_id": env_id, "total_timesteps": 1024, "clip_rewards": True, "batch_fragments": 2}
+    settings["batch_updates"] = 2
     run = train(in_float64(EAGER), **settings)
     counters.clear()
     with torch._inductor.config.patch(fallback_random=True), torch._dynamo.config.patch(error_on_recompile=True):
         twin = train(in_float64(COMPILED), compile=compile, **settings)
     assert counters["stats"]["unique_graphs"] == compile and not counters["graph_break"]
-    for outcome in (run, twin):
-        assert max(line["losses/approx_kl"] for line in outcome.lines) > 1e-5
-        for line in outcome.lines:
-            for name in [name for name in line if name.startswith("time/")]:
-                del line[name]
-    assert_agree(twin, run, rel=CLOSE)
+    assert max(line["losses/approx_kl"] for line in run.lines) > 1e-5
+    assert_agree(without_times(twin), without_times(run), rel=CLOSE)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_twin_whose_updates_are_replayed_computes_the_same(train, monkeypatch, backend):
+    """By CUDA graphs, which are emulated here: what they freeze does not matter."""
+    settings = {"env_id": "tiny_envs:Stream-v0", "total_timesteps": 768, "batch_updates": 2}
+    run = train(in_float64(EAGER), **settings)
+    with monkeypatch.context() as patch:
+        graphs = use_graphs(patch, load(in_float64(COMPILED)), backend)
+        twin = train(in_float64(COMPILED), compile=backend is not None, **settings)
+    assert len(graphs) == 1 and graphs[0].counter > graphs[0].warmup + 5
+    for line in (*run.lines, *twin.lines):
+        del line["losses/approx_kl"]  # nothing but rounding
+    assert_agree(without_times(twin), without_times(run), rel=CLOSE)
 
 
 def test_resumed_run_goes_on(train):
@@ -272,7 +297,7 @@ def test_learns_over_two_nodes(train):
     assert run.lines[-1]["charts/episodic_return"] > 100 > run.lines[0]["charts/episodic_return"]
     last = run.lines[-1]
     assert last["runners/alive"] == 2 and last["runners/restarts"] == 0
-    assert 0 < last["runners/staleness"] <= last["runners/staleness_max"] <= 2 * SCRIPT.IN_FLIGHT * 2
+    assert 0 < last["runners/staleness"] <= last["runners/staleness_max"]
     shares = {name: x for name, x in last.items() if name.startswith("time/")}
     assert sum(shares.values()) == pytest.approx(100) and shares["time/runners_waiting"] > 0
 
@@ -300,7 +325,8 @@ def test_two_learners_are_one_with_twice_the_batch():
             for _ in range(2):
                 pair = batches[i : i + 2]
                 learners.update(optimizer.learning_rate, pair[args.batch_fragments :])
-                update(*script.to_batch(pair[: args.batch_fragments], run.device))
+                (batch,) = script.to_batches(args, pair[: args.batch_fragments], run.device)
+                update(*batch)
         agents.append(script.get_weights(agent))
         for actor in learners.actors:
             other = runners.ray.get(actor.__ray_call__.remote(lambda self: get_weights(self.agent)))
@@ -373,7 +399,7 @@ def test_a_fault_is_named_counted_and_survived(train, tmp_path, capfd, fault):
 def refused(capfd, **settings) -> str:
     """The one line of the error of a training that was refused."""
     with pytest.raises(SystemExit) as end:
-        SCRIPT.train(SCRIPT.Args(**SMALL | {"num_runners": 2} | settings))
+        SCRIPT.train(SCRIPT.Args(**SMALL | {"num_runners": 1} | settings))
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert end.value.code == 2 and len(lines) == 1
     return lines[0]
@@ -382,8 +408,8 @@ def refused(capfd, **settings) -> str:
 @on_ray
 def test_what_the_cluster_has_not_is_refused(capfd):
     start = time.monotonic()
-    assert "need 198 GPUs, the cluster has 0" in refused(capfd, gpus_per_runner=99)
-    assert "need 10 CPUs, the cluster has 4" in refused(capfd, cpus_per_runner=5)
+    assert "need 99 GPUs, the cluster has 0" in refused(capfd, gpus_per_runner=99)
+    assert "need 5 CPUs, the cluster has 4" in refused(capfd, cpus_per_runner=5)
     assert time.monotonic() - start < 10
 
 
@@ -392,6 +418,7 @@ def test_settings_that_cannot_work_are_refused(capfd):
     assert "--ray-address 127.0.0.1:1: ConnectionRefusedError" in refused(capfd, ray_address="127.0.0.1:1")
     assert "close to it: CartPole-v1" in refused(capfd, env_id="CartPol-v1")
     assert "No module named 'tiny_env'" in refused(capfd, env_id="tiny_env:Reach-v0")
+    assert "--fragment-steps 16 can't be divided by --batch-updates 3" in refused(capfd, batch_updates=3)
     assert "--num-learners is for --num-runners 1 or more" in refused(capfd, num_runners=0, num_learners=2)
     with mock.patch.object(gym.spaces, "Discrete", gym.spaces.Box):
         assert "has actions Discrete" in refused(capfd, num_runners=0)
@@ -420,6 +447,7 @@ def test_runners_that_die_again_and_again_end_the_run(train, tmp_path):
     assert "--resume" in end.value.code and (tmp_path / "run0" / "checkpoint.pt").exists()
 
 
+@pytest.mark.alone
 def test_a_node_that_is_gone_costs_only_its_runners(cluster, train):
     """One of three nodes; it goes on within ten seconds, with the runners of the others."""
     third, log, gone = cluster.add_node(num_cpus=2, object_store_memory=100_000_000), SCRIPT.Run.log, []
@@ -464,6 +492,7 @@ def is_running(pid: int) -> bool:
     return False
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_process_outlives_a_run_that_is_stopped(tmp_path, signum):
     """Ctrl-C goes to the whole group of processes. A run that was killed goes on from its last checkpoint."""

@@ -173,7 +173,7 @@ TABLE = {
         own_tests="test_impala.py",
         most_changes=45,  # an update is one function, or two with a sum over learners between them
         most_above=420,
-        most_lines=1380,  # runners and learners of Ray
+        most_lines=1390,  # runners and learners of Ray
         own_texts=("warn_of_pixels",),  # it has convolutions for them
     ),
 }  # fmt: skip

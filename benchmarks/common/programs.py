@@ -42,6 +42,11 @@ def pairs() -> list[str]:
     return sorted(path.stem.removesuffix(SUFFIX) for path in SCRIPTS.glob(f"*{SUFFIX}.py"))
 
 
+def pairs_here() -> list[str]:
+    """The pairs that can run with what is installed: those over Ray need it."""
+    return [name for name in pairs() if not name.endswith("_ray") or importlib.util.find_spec("ray")]
+
+
 def peers_of(script: str) -> tuple[str, ...]:
     """The libraries that can train as a script does."""
     algorithm = TABLE[script].peers if script in TABLE else None

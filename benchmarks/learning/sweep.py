@@ -34,6 +34,7 @@ from benchmarks.common.programs import (
     fail,
     fields_of,
     pairs,
+    pairs_here,
 )
 from benchmarks.common.results import make_folder, stoppable
 from benchmarks.learning import report
@@ -115,7 +116,7 @@ def read_journal(path: Path) -> list[dict]:
 def settings_of(options: Options) -> dict:
     """What the runs are, as the journal holds it, with nothing left open."""
     settings = {name: getattr(options, name) for name in PLAN}
-    settings["scripts"] = settings["scripts"] or pairs()
+    settings["scripts"] = settings["scripts"] or pairs_here()
     settings["variants"] = settings["variants"] or default_variants()
     return json.loads(json.dumps(settings))
 

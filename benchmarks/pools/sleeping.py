@@ -50,3 +50,4 @@ class SleepingCartPole(gym.Wrapper):
 
 
 gym.register("SlowCartPole-v0", SleepingCartPole)
+gym.register("Sleeping-v0", Sleeping)

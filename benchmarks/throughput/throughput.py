@@ -40,6 +40,7 @@ from benchmarks.common.programs import (
     fail,
     often_logged,
     pairs,
+    pairs_here,
     peers_of,
     same_phase,
 )
@@ -353,7 +354,7 @@ def check(options: Options) -> list[str]:
     if "rllib" in options.peers and not RLLIB_PYTHON.exists():
         fail(f"no {RLLIB_PYTHON}: make that environment with requirements/requirements-rllib.txt, or set RLLIB_PYTHON")
     make_folder(options.out)
-    return list(options.scripts) or pairs()
+    return list(options.scripts) or pairs_here()
 
 
 def main(options: Options) -> None:

@@ -57,7 +57,8 @@ def for_playing(module: ModuleType, args, is_filmed: bool = False):
     """The settings of a run, with one environment."""
     backend = "gymnasium"
     if not is_filmed and hasattr(args, "env_backend"):
-        backend = module.choose_backend(args.env_id, args.env_backend, module.runs_in_process(args, args.num_envs))
+        in_process = module.runs_in_process(args, getattr(args, "num_envs", 1))
+        backend = module.choose_backend(args.env_id, args.env_backend, in_process)
     changes = {"num_envs": 1, "num_workers": 1, "envs_per_worker": 1, "env_backend": backend}
     return replace(args, **{name: value for name, value in changes.items() if hasattr(args, name)})
 
