@@ -652,7 +652,7 @@ class Envs:
             fail(f"can't make environment {args.env_id}: {type(error).__name__}: {error}")
         self.action_shape = (len(seeds), *self.action_space.shape)
         where = "threads" if self.backend == "envpool" else "this process" if in_process else "worker processes"
-        print(f"environments: {len(seeds)} by {self.backend}, in {where}", file=sys.stderr)
+        self.summary = f"environments: {len(seeds)} by {self.backend}, in {where}"
         warn_of_pixels(self.observation_space, self.obs_dim)
 
     def flatten(self, obs) -> np.ndarray:
@@ -1224,6 +1224,7 @@ class Run:
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
         if getattr(self.args, "learning_starts", 0) >= self.args.total_timesteps:
             print("note: the run is over before --learning-starts: nothing will be learnt", file=sys.stderr)
+        print(getattr(envs, "summary", f"environments: {self.args.env_id}"), file=sys.stderr)
         self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
         total, initial = self.args.total_timesteps, self.step
         self.bar = tqdm(total=total, initial=initial, unit=" steps", unit_scale=True, disable=None)

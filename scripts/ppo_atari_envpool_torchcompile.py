@@ -761,6 +761,7 @@ class Run:
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
         if getattr(self.args, "learning_starts", 0) >= self.args.total_timesteps:
             print("note: the run is over before --learning-starts: nothing will be learnt", file=sys.stderr)
+        print(getattr(envs, "summary", f"environments: {self.args.env_id}"), file=sys.stderr)
         self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
         total, initial = self.args.total_timesteps, self.step
         self.bar = tqdm(total=total, initial=initial, unit=" steps", unit_scale=True, disable=None)

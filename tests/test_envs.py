@@ -115,9 +115,13 @@ def test_backend_by_itself():
 
 
 def test_backend_of_several_environments(make):
-    """EnvPool has them all, unless they are to be kept in the process."""
-    assert make("Pendulum-v1", 2).backend == "envpool"
-    assert make("Pendulum-v1", 2, sync_envs=True).backend == make("Pendulum-v1", 1).backend == "gymnasium"
+    """EnvPool has them all, unless they are to be kept in the process, or are a few whose step is short."""
+    assert make("Hopper-v4", 2).backend == make("Pendulum-v1", 9).backend == "envpool"
+    assert make("Hopper-v4", 2, sync_envs=True).backend == make("Hopper-v4", 1).backend == "gymnasium"
+    few = make("Pendulum-v1", 8)
+    assert few.backend == "gymnasium" and isinstance(few.vector, ENVS.SyncEnvs)
+    assert few.summary == "environments: 8 by gymnasium, in this process"
+    assert make("Pendulum-v1", 8, env_backend="envpool").backend == "envpool"
 
 
 @pytest.mark.parametrize(("num_envs", "backend"), [(2, IN_PROCESS), (2, WORKERS)], ids=["in process", "workers"])

@@ -224,7 +224,7 @@ KINDS = {
     x.__name__: x for x in (Categorical, PooledCategorical, Gaussian, EpsilonGreedy, SquashedGaussian, Deterministic)
 }
 # Of each pair: its function, the shape of an observation and the number of actions, as in its default environment
-NETWORKS = {name: (KINDS[pair.acts], pair.obs_shape, pair.num_actions) for name, pair in TABLE.items()}
+NETWORKS = {name: (KINDS[pair.acts], pair.obs_shape, pair.num_actions) for name, pair in TABLE.items() if pair.acts}
 NETWORKS["rllib_cnn"] = (RLlibCNN, (4, 84, 84), 4)
 
 

@@ -14,11 +14,11 @@ Settings = dict[str, Any]  # fields of a script's Args
 class Pair:
     """One pair. Of one that has tests of its own, what the common ones need may be left out."""
 
-    # How it acts in its default environment: a class of acting/networks.py, shape of an observation (bytes where it is
-    # an image), number of actions or of their dimensions
-    acts: str
-    obs_shape: tuple[int, ...]
-    num_actions: int
+    # How it acts in its default environment, unless another pair acts alike: a class of acting/networks.py, shape of an
+    # observation (bytes where it is an image), number of actions or of their dimensions
+    acts: str | None = None
+    obs_shape: tuple[int, ...] = ()
+    num_actions: int = 0
     # Its algorithm in throughput/peers.py, if other libraries can train as it does; LeanRL's steps/s on one H100; the
     # environments to time until CleanRL's score, which benchmarks/reference/scores.csv must have
     peers: str | None = None
@@ -40,7 +40,7 @@ class Pair:
     # Limits of tests/test_scripts_agree.py that it may pass for a reason, and names of which it has a text of its own
     most_changes: int = 25  # lines above the rule in which its two scripts differ
     most_above: int = 360  # lines above the rule
-    most_lines: int = 945  # in all
+    most_lines: int = 950  # in all
     own_texts: tuple[str, ...] = ()
 
 
@@ -160,6 +160,7 @@ TABLE = {
         acts="PooledCategorical", obs_shape=(4,), num_actions=2,
         small=REACH | POOL | ON_POLICY,
         stream=STREAM | ON_POLICY_STREAM,
+        shows={"clip_coef": 0.99},
         compiled_with=({**DISCRETE_STREAM, "num_envs": 2, "target_kl": 0.02},),
         launches=(826,),
         task=CARTPOLE | {"num_workers": 4, "ready_batch": 2},
@@ -169,7 +170,7 @@ TABLE = {
         most_lines=1100,
     ),
     "impala_ray": Pair(
-        acts="Categorical", obs_shape=(4,), num_actions=2, peers="impala",
+        peers="impala",  # it acts as ppo does
         own_tests="test_impala.py",
         most_changes=45,  # an update is one function, or two with a sum over learners between them
         most_above=420,

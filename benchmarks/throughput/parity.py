@@ -36,6 +36,8 @@ def fifty_updates(args_class: type) -> dict[str, int]:
         if "num_workers" in fields:  # a pool, in lock-step: else the order of its rows is a matter of luck
             return settings | {"num_workers": 2, "ready_batch": 0, "total_timesteps": 2 * 64}
         return settings | {"total_timesteps": 64 * fields["num_envs"].default}
+    if "fragment_steps" in fields:  # in one process
+        return {"num_runners": 0, "fragment_steps": 16, "total_timesteps": 52 * 16 * fields["envs_per_runner"].default}
     settings = {"learning_starts": 100, "buffer_size": 1000, "batch_size": 64, "log_every": 25}
     every = fields["train_frequency"].default if "train_frequency" in fields else 1
     settings |= {"target_network_frequency": 5 * every} if every > 1 else {}
