@@ -354,7 +354,7 @@ def test_cluster_files_are_what_ray_and_bash_take():
 
 
 class Fragile(tiny_envs.Tiny):
-    """Raises or ends its process at the step that a file names, once."""
+    """Raises or ends its process when there is a file that says so; of several, one."""
 
     def __init__(self, path: str):
         super().__init__(tiny_envs.CHOICE)
@@ -365,11 +365,15 @@ class Fragile(tiny_envs.Tiny):
 
     def move(self, _action):
         if self.path.exists():
-            word = self.path.read_text()
-            self.path.unlink()
+            mine = self.path.with_suffix(f".{os.getpid()}")
+            with contextlib.suppress(FileNotFoundError):  # the other runner took it
+                self.path.rename(mine)
+            word = mine.read_text() if mine.exists() else ""
             if word == "raise":
+                mine.unlink()
                 raise ValueError("the simulator\nis out of order")
-            os.kill(os.getpid(), signal.SIGKILL)
+            if word == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.002)
         return np.zeros(3, dtype=np.float32), 1.0, False, self.steps % 10 == 0
 
@@ -385,7 +389,8 @@ def test_a_fault_is_named_counted_and_survived(train, tmp_path, capfd, fault):
     def plant(self, metrics):
         log(self, metrics)
         if not planted:
-            planted.append(path.write_text(fault))
+            path.with_suffix(".new").write_text(fault)
+            planted.append(path.with_suffix(".new").rename(path))  # whole, at once
 
     settings = {"env_id": "Fragile-v0", "env_kwargs": f'{{"path": "{path}"}}', "num_runners": 2, "log_every": 500}
     with mock.patch.object(SCRIPT.Run, "log", plant):
