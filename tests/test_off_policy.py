@@ -130,6 +130,16 @@ def test_dqn_target_is_copied_when_due(train):
     assert torch.equal(after["network"]["net.0.weight"], after["target_network"]["net.0.weight"])
 
 
+@pytest.mark.parametrize("total_timesteps", [150, 155])
+def test_sac_targets_move_when_due(train, total_timesteps):
+    """Each tenth update, by tau = 1 to where the critics are."""
+    settings = {"learning_starts": 100, "tau": 1.0, "target_network_frequency": 10}
+    run = train("sac_continuous_action", total_timesteps=total_timesteps, **settings).checkpoint
+    assert run["num_updates"] == total_timesteps - 100
+    same = [torch.equal(run["critics"][name], target) for name, target in run["target_critics"].items()]
+    assert same and all(same) == any(same) == (total_timesteps == 150)
+
+
 @pytest.mark.parametrize(("name", "settings"), [(name, x) for name in OFF_POLICY for x in TABLE[name].learns_with])
 def test_flags_work_past_learning_starts(train, name, settings):
     """Of compiled scripts test_pairs.py shows that they compute the same by the flags that their graphs depend on."""
