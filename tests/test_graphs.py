@@ -217,6 +217,7 @@ def test_replayed_atari_twin_computes_what_the_eager_script_does(tmp_path, train
     settings = {
         "env_id": "Breakout-v5", "num_envs": 4, "num_steps": 8, "num_minibatches": 2, "update_epochs": 2,
         "total_timesteps": 8 * 32, "stop_at": None if backend else 4 * 32, "device": "cpu", "tensorboard": False,
+        "matmul_precision": "highest",  # by default a CPU and what passes for a GPU may multiply in different ways
     }  # fmt: skip
     run = train_in_two_parts(helpers.call, "ppo_atari_envpool", run_dir=str(tmp_path / "eager"), **settings)
     settings |= {"train": helpers.call, "run_dir": str(tmp_path / "twin")}
