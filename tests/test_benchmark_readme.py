@@ -3,7 +3,7 @@
 import json
 import shutil
 
-from benchmarks.common.results import machine_of, provenance
+from benchmarks.common.results import machine_folder, machine_of, provenance
 from benchmarks.tools import readme
 
 
@@ -30,6 +30,18 @@ def test_what_is_written_on_the_results_is_what_their_json_says(tmp_path):
     assert sorted(path.relative_to(copy) for path in copy.rglob("*.md")) == written and len(written) > 8
     for path in written:
         assert (copy / path).read_text() == (readme.RESULTS / path).read_text(), path
+
+
+def test_results_of_another_machine_stay(tmp_path):
+    """Those of this one go into a folder beside them, under the CPU's name, and into the same folder the next time."""
+    ours = provenance()
+    assert machine_folder(tmp_path) == tmp_path
+    (tmp_path / "ppo.json").write_text(json.dumps({"provenance": ours}))
+    assert machine_folder(tmp_path) == tmp_path
+    other = ours | {"machine": {"cpu": "Another CPU", "cores": 2, "gpu": None}}
+    (tmp_path / "dqn.json").write_text(json.dumps({"provenance": other}))
+    folder = machine_folder(tmp_path)
+    assert folder.parent == tmp_path and folder.name.islower() and "another" not in folder.name
 
 
 def test_what_a_gpu_gave_is_shown(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import shlex
 import signal
 import subprocess
@@ -83,6 +84,15 @@ def provenance() -> dict:
         "versions": package_versions(),
         "machine": {"cpu": cpu_model(), "cores": len(os.sched_getaffinity(0)), "gpu": gpu_model()},
     }
+
+
+def machine_folder(out: Path) -> Path:
+    """Where this machine's results go: `out`, or, where that has another machine's, a folder in it named by the CPU."""
+    here = provenance()
+    others = [json.loads(path.read_text())["provenance"] for path in out.glob("*.json")]
+    if all(machine_of(other) == machine_of(here) for other in others):
+        return out
+    return out / re.sub(r"\W+", "_", here["machine"]["gpu"] or here["machine"]["cpu"]).lower()
 
 
 def machine_of(source: dict) -> str:

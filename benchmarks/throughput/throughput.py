@@ -7,7 +7,8 @@ others a filled one. TensorBoard is off for all.
 Measures: environment steps/s after the burn-in, with ratios and their intervals; the time to the first update; memory
 and cores; the environment alone, and where the time of each variant goes.
 Takes: at the defaults about five minutes for each variant or peer of each script; --rounds and --seconds shorten it.
-Leaves: in --out one JSON file for each script and, of all that lie there, throughput.md and throughput.png.
+Leaves: in --out one JSON file for each script and, of all that lie there, throughput.md and throughput.png; where --out
+holds another machine's, in a folder there that has the name of this CPU.
 """
 
 import json
@@ -17,7 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -48,6 +49,7 @@ from benchmarks.common.results import (
     describe,
     estimate,
     gpu_model,
+    machine_folder,
     make_folder,
     provenance,
     stoppable,
@@ -359,6 +361,8 @@ def check(options: Options) -> list[str]:
 
 def main(options: Options) -> None:
     scripts = check(options)
+    options = replace(options, out=machine_folder(options.out))
+    make_folder(options.out)
     variants = len(options.variants or default_variants())
     total = (options.rounds + (options.whole_steps > 0)) * (variants + len(options.peers))
     total += options.ceilings * (variants + 1)

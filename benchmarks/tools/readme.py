@@ -64,7 +64,7 @@ def speed_row(result: dict) -> list[str]:
 def speed_section() -> list[str]:
     """The tables of speeds, one for each machine."""
     machines = {}
-    for result in load("throughput/*.json"):
+    for result in load("throughput/**/*.json"):
         machines.setdefault(machine_of(result["provenance"]), []).append(result)
     lines = []
     for machine, results in machines.items():
@@ -275,6 +275,8 @@ def write_summaries(results: Path) -> None:
     rooms |= {"time_to_score": time_to_score, "speedrun": speedrun, "ladder": ladder}
     for name, room in rooms.items():
         room.write_summary(results / name)
+    for folder in sorted({path.parent for path in results.glob("throughput/*/*.json")}):  # of other machines
+        throughput.write_summary(folder)
     for path in sorted(results.glob("**/report.json")):
         report.write_summary(path.parent)
 
