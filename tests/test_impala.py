@@ -265,7 +265,7 @@ def test_a_runner_brings_what_this_process_would(env_id):
     for count in (0, 1):
         with runners_of(arguments(env_id=env_id, num_runners=count)) as runners:
             runners.publish(0, SCRIPT.get_weights(agent_with(runners, 1)))
-            found.append(runners.collect(3, 1))
+            found.append(runners.collect(3, 1)[1])
     for ours, theirs in zip(*found, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
@@ -280,7 +280,7 @@ def test_runners_act_by_the_weights_of_their_version(num_runners):
             runners.publish(version, SCRIPT.get_weights(agent))
             reports = []
             with mock.patch.object(runners, "note", reports.append):
-                fragments = runners.collect(4, 1)
+                _, fragments = runners.collect(4, 1)
             for report, (obs, action, rows) in zip(reports, fragments, strict=True):
                 output = agents[report["version"]](torch.tensor(obs[:-1]).flatten(0, 1))[0]
                 log_prob = agents[0].log_prob(output, torch.tensor(action).flatten())
@@ -320,14 +320,13 @@ def test_two_learners_are_one_with_twice_the_batch():
         runners = script.RayRunners(args, run)
         learners = script.OtherLearners(args, runners)
         add_up = learners.add_up if learners.actors else None
-        agent, optimizer, update = script.make_learner(args, *runners.spaces, run.device, add_up)
+        agent, optimizer, learn = script.make_learner(args, *runners.spaces, run.device, add_up)
         learners.join(run.device, agent, optimizer)
         for i in range(0, 200, 2):
             for _ in range(2):
                 pair = batches[i : i + 2]
                 learners.update(optimizer.learning_rate, pair[args.batch_fragments :])
-                (batch,) = script.to_batches(args, pair[: args.batch_fragments], run.device)
-                update(*batch)
+                learn(pair[: args.batch_fragments])
         agents.append(script.get_weights(agent))
         for actor in learners.actors:
             other = runners.ray.get(actor.__ray_call__.remote(lambda self: get_weights(self.agent)))
