@@ -368,7 +368,6 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
     # compile: compiled code and graphs keep the numbers that they have read; a later change is refused by name
     functions = [refuse_changes(function) for function in functions]
     gradient, descend, update = (*functions, update) if add_up else (gradient, descend, *functions)
-
     return agent, optimizer, partial(learn_in_stretches, args, device, update)
 
 
