@@ -113,7 +113,7 @@ class Args:
     anneal_lr: bool = True  # lower the learning rate linearly to zero
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
-    num_minibatches: int = 4  # gradient steps in an epoch
+    num_minibatches: int = 8  # gradient steps in an epoch
     update_epochs: int = 4  # passes over each rollout
     norm_adv: bool = True  # normalize the advantages within each minibatch
     clip_coef: float = 0.2  # epsilon of the clipped objective
