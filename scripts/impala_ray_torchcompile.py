@@ -26,8 +26,7 @@ the probabilities of the actions. The learner, this process, corrects by V-trace
 Departures from the paper: Adam instead of RMSProp, means instead of sums, no LSTM; a truncated episode bootstraps from
 the value of its last observation, and the rows in which environments reset themselves are masked.
 
-How to read on: settings, networks, formulas; `Runner` and `make_learner`, the halves of the algorithm; `train`, which
-brings them together. Below the rule is nothing but plumbing.
+How to read on: settings, networks, formulas; `Runner`, `make_learner`, and `train`, which joins them. Then plumbing.
 """
 
 import atexit
@@ -98,6 +97,7 @@ class Args:
     cpus_per_runner: float = 1.0  # CPU cores that Ray sets aside for each runner, also fractions
     gpus_per_runner: float = 0.0  # GPUs for each runner, also fractions; frames are then acted upon there
     num_learners: int = 1  # this process and others, which each take the gradient of a batch and add them up
+    cpus_per_learner: float = 1.0  # CPU cores that Ray sets aside for each learner but this one
     gpus_per_learner: float = 0.0  # GPUs for each learner but this one, for which --device counts
     ray_address: str | None = None  # a cluster: auto (the one of this machine) or HOST:PORT; by default, a new one
     runner_restarts: int = 100  # dead runners to replace in the run; at one more it ends
@@ -317,7 +317,7 @@ class Runner:
 
 
 def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Space, device: torch.device, add_up=None):
-    """A learner of the paper -> networks, optimizer, `update`. Of several, `add_up` sums a vector over all of them."""
+    """A learner of the paper -> networks, optimizer, `learn`. Of several, `add_up` sums a vector over all of them."""
     agent = ActorCritic(observation_space, action_space).to(device)
     optimizer = Adam(agent, args.learning_rate, args.adam_eps)
     num_weights = sum(optimizer.sizes)
@@ -368,16 +368,18 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
     # compile: compiled code and graphs keep the numbers that they have read; a later change is refused by name
     functions = [refuse_changes(function) for function in functions]
     gradient, descend, update = (*functions, update) if add_up else (gradient, descend, *functions)
-    return agent, optimizer, update
+    return agent, optimizer, partial(learn_in_stretches, args, device, update)
 
 
 def train(args: Args) -> Path:
     """Train from the start, or from a checkpoint, to the end; returns the run's folder. Wrong input: SystemExit(2)."""
     run = Run(args)
     args, device = run.args, run.device
+    if args.fragment_steps % args.batch_updates:
+        fail(f"--fragment-steps {args.fragment_steps} can't be divided by --batch-updates {args.batch_updates}")
     runners = RayRunners(args, run) if args.num_runners else OneRunner(args, run)
     learners = OtherLearners(args, runners)
-    agent, optimizer, update = make_learner(args, *runners.spaces, device, learners.add_up if learners.actors else None)
+    agent, optimizer, learn = make_learner(args, *runners.spaces, device, learners.add_up if learners.actors else None)
     torch.set_num_threads(num_cores() if agent.sees_frames else 1)  # small networks lose by a second thread
     run.open(runners, agent=agent, optimizer=optimizer)
     learners.join(device, agent, optimizer)
@@ -387,12 +389,11 @@ def train(args: Args) -> Path:
             optimizer.learning_rate.fill_(args.learning_rate * max(0.0, 1 - run.step / args.total_timesteps))
 
         # Collect. Whatever is ready first; of each runner, in the order in which it was asked for
-        fragments = runners.collect(args.batch_fragments, args.num_learners)
+        _reports, fragments = runners.collect(args.batch_fragments, args.num_learners)
 
         # Learn. The first fragments are this learner's
         learners.update(optimizer.learning_rate, fragments[args.batch_fragments :])
-        for batch in to_batches(args, fragments[: args.batch_fragments], device):
-            losses = update(*batch)
+        losses = learn(fragments[: args.batch_fragments])
         run.num_updates += 1
         runners.publish(run.num_updates, get_weights(agent))
 
@@ -838,6 +839,13 @@ def set_weights(module: nn.Module, vector: np.ndarray) -> None:
     torch._foreach_copy_(weights, [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)])
 
 
+def learn_in_stretches(args: Args, device: torch.device, update, fragments: list[tuple[np.ndarray, ...]]) -> Tensor:
+    """Update by each batch of fragments in turn -> what the last update returns."""
+    for batch in to_batches(args, fragments, device):
+        losses = update(*batch)
+    return losses
+
+
 def to_batches(args: Args, fragments: list[tuple[np.ndarray, ...]], device: torch.device):
     """Fragments (T, V, ...) side by side, on the device, in equal stretches (T, N, ...) of their steps."""
     whole = [torch.from_numpy(np.concatenate(parts, axis=1)).to(device) for parts in zip(*fragments, strict=True)]
@@ -883,12 +891,10 @@ class Runners:
 
     def __init__(self, args: Args, run: "Run"):
         self.args, self.run = args, run
-        if args.fragment_steps % args.batch_updates:
-            fail(f"--fragment-steps {args.fragment_steps} can't be divided by --batch-updates {args.batch_updates}")
         self.infos, self.stop = defaultdict(list), fail  # `Run.open` puts a gentler way to stop here
         self.seeds = run.env_seeds(max(1, args.num_runners) * args.envs_per_runner)
         self.clock, self.seconds, self.staleness, self.queue = Clock(), defaultdict(float), [], []
-        self.alive, self.restarts = set(), 0
+        self.alive, self.restarts, self.late = set(), 0, 0
 
     def note(self, report: dict) -> None:
         """Count what a fragment brings."""
@@ -906,7 +912,8 @@ class Runners:
             self.seconds[name] += seconds
         total, seconds = sum(self.seconds.values()), take(self.seconds)
         shares = {f"time/{name}": 100 * seconds.get(name, 0.0) / total for name in self.SHARES}
-        counts = {"alive": len(self.alive), "restarts": self.restarts, "queue": float(np.mean(self.queue))}
+        counts = {"alive": len(self.alive), "restarts": self.restarts, "late": self.late}
+        counts["queue"] = float(np.mean(self.queue))
         staleness = {"staleness": float(np.mean(self.staleness)), "staleness_max": max(self.staleness)}
         self.queue, self.staleness = [], []
         return {f"runners/{name}": x for name, x in (counts | staleness).items()} | shares
@@ -927,16 +934,15 @@ class OneRunner(Runners):
     def publish(self, *weights) -> None:
         self.weights = weights
 
-    def collect(self, batch_fragments: int, _num_learners: int) -> list[tuple[np.ndarray, ...]]:
+    def collect(self, batch_fragments: int, _num_learners: int) -> tuple[tuple, tuple]:
         self.clock.lap("learning")
-        self.envs.stop, fragments = self.stop, []
+        self.envs.stop, found = self.stop, []
         for _ in range(batch_fragments):
             self.run.stop_if_asked()
-            report, fragment = self.runner.sample(*self.weights)
-            self.note(report)
-            fragments.append(fragment)
+            found.append(self.runner.sample(*self.weights))
+            self.note(found[-1][0])
         self.queue.append(0)
-        return fragments
+        return tuple(zip(*found, strict=True))
 
 
 def start_ray(args: Args):
@@ -946,8 +952,8 @@ def start_ray(args: Args):
         ray = importlib.import_module("ray")
     except ImportError:
         fail("--num-runners needs Ray (pip install -r requirements/requirements-ray.txt); --num-runners 0 does without")
-    others = args.num_learners - 1
-    needs = {"CPU": args.num_runners * args.cpus_per_runner + others}
+    others = max(0, args.num_learners - 1)
+    needs = {"CPU": args.num_runners * args.cpus_per_runner + others * args.cpus_per_learner}
     needs["GPU"] = args.num_runners * args.gpus_per_runner + others * args.gpus_per_learner
     has = {"CPU": needs["CPU"], "GPU": torch.cuda.device_count()}  # here, more runners than cores take turns
     settings = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
@@ -1000,19 +1006,20 @@ class RemoteRunner:
     def give_up(self, message: str) -> NoReturn:
         raise RuntimeError(message)
 
-    def sample(self, version: int, weights: np.ndarray) -> tuple[dict, tuple[np.ndarray, ...]]:
-        return self.runner.sample(version, weights)
+    def sample(self, *weights) -> tuple[dict, tuple[np.ndarray, ...]]:
+        return self.runner.sample(*weights)
 
 
 class RayRunners(Runners):
     """Runners as actors of Ray, wherever in the cluster there is room.
 
-    Each is asked for IN_FLIGHT fragments: it works at one, and need not wait for the learner to begin the next, but
-    never runs far ahead. A runner that dies, or whose environment raises, is replaced by another, with new seeds; what
-    it was asked for is lost. The learner goes on with what the others bring.
-    """
+    By default each is asked for two fragments: it works at one, and need not wait for the learner to begin the next,
+    but never runs far ahead. With --rollout first-ready it is asked for the next when one has come, and what is older
+    than one update is left out; with batched, each brings one by the newest weights, and all are waited for.
 
-    IN_FLIGHT = 2
+    A runner that dies, or whose environment raises, is replaced by another, with new seeds; what it was asked for is
+    lost. The learner goes on with what the others bring.
+    """
 
     def __init__(self, args: Args, run: "Run"):
         super().__init__(args, run)
@@ -1020,13 +1027,16 @@ class RayRunners(Runners):
         self.own_ray, self.ray = "ray" not in sys.modules or not sys.modules["ray"].is_initialized(), start_ray(args)
         place = {"num_cpus": args.cpus_per_runner, "num_gpus": args.gpus_per_runner, "scheduling_strategy": "SPREAD"}
         self.remote, self.actors, self.places, self.weights = self.ray.remote(**place)(RemoteRunner), {}, {}, None
+        asking = {"batched": (1, 0), "first-ready": (1, 1)}
+        self.ahead, self.most_stale = asking.get(getattr(args, "rollout", None), (2, math.inf))
         self.in_flight = {}  # what will be a runner's report -> whose, and what will be the fragment that it is about
         self.failures = [0] * args.num_runners  # in a row
         self.deadline = time.monotonic() + args.fragment_timeout
         for index in range(args.num_runners):
             self.start(index)
-        while not self.alive:
-            _ = [self.hear(reference) for reference in self.ready()]
+        while len(self.alive) < (1 if self.most_stale else args.num_runners):
+            for reference in self.ready():
+                self.hear(reference)
 
     def start(self, index: int) -> None:
         """Let Ray start a runner; after the death of one, with seeds that none has had."""
@@ -1044,21 +1054,21 @@ class RayRunners(Runners):
             self.stop(f"runner {index} ({news['place']}) has {'; '.join(differ)}")
         self.places[index], self.spaces, self.backend = news["place"], news["spaces"], news["backend"]
         self.alive.add(index)
-        self.ask(index)
+        self.ask(index, self.ahead)
 
-    def ask(self, index: int, count: int = IN_FLIGHT) -> None:
+    def ask(self, index: int, count: int) -> None:
         """Let so many fragments be asked of a runner, by the newest weights."""
         asked = sum(other == index for other, _ in self.in_flight.values())
         for _ in range(count - asked if self.weights else 0):
             report, fragment = self.actors[index].sample.options(num_returns=2).remote(*self.weights)
             self.in_flight[report] = index, fragment
 
-    def publish(self, version: int, weights: np.ndarray) -> None:
+    def publish(self, version: int, weights: np.ndarray, *others) -> None:
         """Ask by these weights from now on. A small vector goes along with each question, a large one is put once."""
         self.clock.lap("learning")
-        self.weights = version, weights if weights.nbytes < 100_000 else self.ray.put(weights)
+        self.weights = version, weights if weights.nbytes < 100_000 else self.ray.put(weights), *others
         for index in self.alive:
-            self.ask(index)
+            self.ask(index, self.ahead)
         self.clock.lap("weights")
 
     def ready(self) -> list:
@@ -1070,36 +1080,48 @@ class RayRunners(Runners):
             self.stop(f"no runner has done anything for {self.args.fragment_timeout:g} s; {len(self.alive)} are alive")
         return ready or self.ray.wait(references, num_returns=1, timeout=0.5)[0]
 
-    def hear(self, reference, is_for_us: bool = True) -> list:
-        """What a runner has done: the fragment in a list, or its reference if it is for another learner; or nothing."""
+    def hear(self, reference, found: list | None = None, num_ours: int = 0) -> None:
+        """Take what a runner has done: a fragment goes to a free place in `found`, with its report.
+
+        Those for other learners, after the first `num_ours` places, stay references.
+        """
         index, fragment = self.in_flight.pop(reference, (None, None))
         if index is None:
-            return []  # the runner has been buried meanwhile
+            return  # the runner has been buried meanwhile
         try:
             news = self.ray.get(reference)
-            rows = self.ray.get(fragment) if fragment is not None and is_for_us else fragment
+            is_late = fragment is not None and self.run.num_updates - news["version"] > self.most_stale
+            if fragment is not None and not is_late:
+                place = index if not self.most_stale and found[index] is None else found.index(None)
+                found[place] = news, self.ray.get(fragment) if place < num_ours else fragment
         except self.ray.exceptions.RayError as error:
             self.bury(index, error)
-            return []
+            return
         self.deadline = time.monotonic() + self.args.fragment_timeout
         if fragment is None:
             self.admit(index, news)
-            return []
+            return
         self.failures[index] = 0
-        self.note(news)
-        self.ask(index, 1)
-        return [rows]
+        self.late += is_late
+        if self.most_stale:
+            self.ask(index, 1)
 
-    def collect(self, batch_fragments: int, num_learners: int) -> list:
-        """The fragments for this learner's batch; and references to those for the others."""
+    def collect(self, batch_fragments: int, num_learners: int) -> tuple[tuple, tuple]:
+        """Reports and fragments, first those for this learner's batch; references to those for the others."""
         self.clock.lap("learning")
-        fragments, count = [], batch_fragments * num_learners
-        while len(fragments) < count:
+        found = [None] * (batch_fragments * num_learners)
+        while None in found:
             self.run.stop_if_asked()
-            for reference in self.ready()[: count - len(fragments)]:
-                fragments += self.hear(reference, is_for_us=len(fragments) < batch_fragments)
+            for reference in self.ready()[: found.count(None)]:
+                self.hear(reference, found, batch_fragments)
+            asked = sum(fragment is not None for _, fragment in self.in_flight.values())
+            idle = sorted(self.alive - {index for index, _ in self.in_flight.values()})
+            for index in idle[: max(0, found.count(None) - asked)]:
+                self.ask(index, 1)  # in the place of one that has died
+        for report, _ in found:
+            self.note(report)
         self.clock.lap("learner_waiting")
-        return fragments
+        return tuple(zip(*found, strict=True))
 
     def bury(self, index: int, error: Exception) -> None:
         """Replace a runner that died, or broke; but end the run if one does so again and again."""
@@ -1134,7 +1156,7 @@ class RemoteLearner:
     def __init__(self, args: Args, rank: int, spaces: tuple[gym.Space, gym.Space]):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.args, self.rank, self.device = args, rank, torch.device("cuda" if args.gpus_per_learner else "cpu")
-        self.agent, self.optimizer, self.update = make_learner(args, *spaces, self.device, add_up)
+        self.agent, self.optimizer, self.learn_from = make_learner(args, *spaces, self.device, add_up)
 
     def join(self, address: tuple[str, int], states: list[dict], num_threads: int) -> None:
         torch.set_num_threads(num_threads)  # another number may add up in another order
@@ -1144,8 +1166,7 @@ class RemoteLearner:
 
     def learn(self, learning_rate: float, *fragments: tuple[np.ndarray, ...]) -> None:
         self.optimizer.learning_rate.fill_(learning_rate)
-        for batch in to_batches(self.args, fragments, self.device):
-            self.update(*batch)
+        self.learn_from(fragments)
 
 
 def add_up(sums: Tensor) -> Tensor:
@@ -1172,7 +1193,7 @@ class OtherLearners:
             # PyTorch's, which `compiled` refers to; other modules can be pickled
             copyreg.pickle(type(module), lambda module: (importlib.import_module, (module.__name__,)))
         for rank in range(1, args.num_learners):
-            learner = runners.ray.remote(num_cpus=1, num_gpus=args.gpus_per_learner)(RemoteLearner)
+            learner = runners.ray.remote(num_cpus=args.cpus_per_learner, num_gpus=args.gpus_per_learner)(RemoteLearner)
             self.actors.append(learner.remote(args, rank, runners.spaces))
             runners.actors[-rank] = self.actors[-1]  # ends with them
 
@@ -1190,8 +1211,8 @@ class OtherLearners:
     def update(self, learning_rate: Tensor, fragments: list) -> None:
         """Let each take its share of fragments; the update is done together with this learner's own."""
         self.check(timeout=0)
-        size = self.args.batch_fragments
-        shares = [fragments[i : i + size] for i in range(0, len(fragments), size)]
+        size = len(fragments) // max(1, len(self.actors))
+        shares = [fragments[i * size : (i + 1) * size] for i in range(len(self.actors))]
         rate = float(learning_rate) if self.actors else None
         self.results += [x.learn.remote(rate, *share) for x, share in zip(self.actors, shares, strict=True)]
 

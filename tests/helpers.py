@@ -29,6 +29,9 @@ COMPILED = [f"{name}_torchcompile" for name in EAGER]
 ONE_OF_EACH_KIND = ["ppo", "ppo_env_pool", "dqn"]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
+# Ray gives its workers a niceness of 15 more than its own: beside other processes they would come last
+os.environ["RAY_worker_niceness"] = "0"
+
 sys.path.insert(0, str(ROOT / "scripts"))  # worker processes get this path too, and find the script by its name
 
 
@@ -159,3 +162,47 @@ def start(name: str, *arguments: str, cwd: Path, **environment: str) -> subproce
         text=True,
         start_new_session=True,  # a signal to its process group does not reach the tests
     )
+
+
+# Over Ray
+
+
+def on_ray(function):
+    """A test that needs the cluster: alone, else each of several processes of pytest would start one."""
+    return pytest.mark.alone(pytest.mark.usefixtures("cluster")(function))
+
+
+def without_times(run: Outcome) -> Outcome:
+    """A run without the shares of time that its lines have."""
+    return run._replace(lines=[{k: v for k, v in line.items() if not k.startswith("time/")} for line in run.lines])
+
+
+@contextlib.contextmanager
+def runners_of(script: ModuleType, args, **others):
+    """The runners of a run that has not begun, for tests to talk to."""
+    run = script.Run(args)
+    runners = (script.RayRunners if args.num_runners else script.OneRunner)(args, run)
+    for name, value in others.items():
+        setattr(runners, name, value)
+    try:
+        yield runners
+    finally:
+        runners.close()
+
+
+def agent_with(script: ModuleType, runners, factor: float):
+    torch.manual_seed(1)
+    agent = script.ActorCritic(*runners.spaces)
+    with torch.no_grad():
+        for weight in agent.parameters():
+            weight.mul_(factor).add_(0.1 * (factor - 1) * torch.randn_like(weight))
+    return agent
+
+
+def refused(script: ModuleType, capfd, **settings) -> str:
+    """The one line of the error of a training that was refused."""
+    with pytest.raises(SystemExit) as end:
+        script.train(script.Args(**settings))
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert end.value.code == 2 and len(lines) == 1
+    return lines[0]

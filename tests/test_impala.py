@@ -17,16 +17,12 @@ import gymnasium as gym
 import helpers
 import numpy as np
 import pytest
-import tiny_envs
 import torch
 from graph_emulator import use_graphs
-from helpers import ROOT, in_float64, load
+from helpers import ROOT, agent_with, in_float64, load, on_ray, runners_of, without_times
 from parity import CLOSE, assert_agree
 from test_math import episodes, rollouts
 from torch._dynamo.utils import counters
-
-# Ray gives its workers a niceness of 15 more than its own: beside other processes they would come last
-os.environ["RAY_worker_niceness"] = "0"
 
 EAGER, COMPILED = "impala_ray", "impala_ray_torchcompile"
 SCRIPT = load(EAGER)
@@ -37,11 +33,6 @@ SMALL = {
 }  # fmt: skip
 
 
-def on_ray(function):
-    """A test that needs the cluster: alone, else each of several processes of pytest would start one."""
-    return pytest.mark.alone(pytest.mark.usefixtures("cluster")(function))
-
-
 each_script = pytest.mark.parametrize("name", [EAGER, COMPILED])
 
 
@@ -50,15 +41,6 @@ def train(tmp_path):
     """Train in this process, each time in a folder of its own: name, settings -> Outcome."""
     folders = (tmp_path / f"run{i}" for i in range(100))
     return lambda name=EAGER, **settings: helpers.call(name, **SMALL | {"run_dir": str(next(folders))} | settings)
-
-
-def metrics(run) -> list[dict]:
-    """The lines of a run without what depends on the clock."""
-    return without_times(run).metrics()
-
-
-def without_times(run):
-    return run._replace(lines=[{k: v for k, v in line.items() if not k.startswith("time/")} for line in run.lines])
 
 
 # V-trace
@@ -128,7 +110,7 @@ def test_run_is_reproduced_to_the_last_bit_without_ray(name, tmp_path):
         command = [sys.executable, "-c", code, *words, *compiled, "--run-dir", run, "--no-tensorboard", "--device=cpu"]
         subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, check=True, capture_output=True)
     a, b = (helpers.outcome(tmp_path / run) for run in ("a", "b"))
-    assert metrics(a) == metrics(b) and len(a.lines) > 4
+    assert without_times(a).metrics() == without_times(b).metrics() and len(a.lines) > 4
     assert all(torch.equal(x, b.checkpoint["agent"][key]) for key, x in a.checkpoint["agent"].items())
 
 
@@ -215,46 +197,12 @@ def test_frames_are_seen_by_convolutions(train):
 # Over Ray
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    """Two nodes of two cores each, as far as Ray knows."""
-    ray = pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
-
-    node = {"num_cpus": 2, "object_store_memory": 100_000_000, "include_dashboard": False}
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    cluster = Cluster(initialize_head=True, head_node_args=node)
-    cluster.node, cluster.second = node, cluster.add_node(num_cpus=2, object_store_memory=100_000_000)
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
-
-
-@contextlib.contextmanager
-def runners_of(args, **others):
-    """The runners of a run that has not begun, for tests to talk to."""
-    run = SCRIPT.Run(args)
-    runners = (SCRIPT.RayRunners if args.num_runners else SCRIPT.OneRunner)(args, run)
-    for name, value in others.items():
-        setattr(runners, name, value)
-    try:
-        yield runners
-    finally:
-        runners.close()
-
-
-def agent_with(runners, factor: float):
-    torch.manual_seed(1)
-    agent = SCRIPT.ActorCritic(*runners.spaces)
-    with torch.no_grad():
-        for weight in agent.parameters():
-            weight.mul_(factor).add_(0.1 * (factor - 1) * torch.randn_like(weight))
-    return agent
-
-
 def arguments(**settings):
     return SCRIPT.Args(**SMALL | {"num_runners": 1} | settings)
+
+
+def refused(capfd, **settings) -> str:
+    return helpers.refused(SCRIPT, capfd, **SMALL | {"num_runners": 1} | settings)
 
 
 @pytest.mark.parametrize("env_id", ["tiny_envs:Choose-v0", "tiny_envs:Reach-v0"])
@@ -263,9 +211,9 @@ def test_a_runner_brings_what_this_process_would(env_id):
     """At equal seeds, to the last bit."""
     found = []
     for count in (0, 1):
-        with runners_of(arguments(env_id=env_id, num_runners=count)) as runners:
-            runners.publish(0, SCRIPT.get_weights(agent_with(runners, 1)))
-            found.append(runners.collect(3, 1))
+        with runners_of(SCRIPT, arguments(env_id=env_id, num_runners=count)) as runners:
+            runners.publish(0, SCRIPT.get_weights(agent_with(SCRIPT, runners, 1)))
+            found.append(runners.collect(3, 1)[1])
     for ours, theirs in zip(*found, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
@@ -274,13 +222,13 @@ def test_a_runner_brings_what_this_process_would(env_id):
 @on_ray
 def test_runners_act_by_the_weights_of_their_version(num_runners):
     """The probabilities that come with a fragment are those of the version it says, update after update."""
-    with runners_of(arguments(num_runners=num_runners)) as runners:
-        agents, seen = [agent_with(runners, 1 + i) for i in range(4)], set()
+    with runners_of(SCRIPT, arguments(num_runners=num_runners)) as runners:
+        agents, seen = [agent_with(SCRIPT, runners, 1 + i) for i in range(4)], set()
         for version, agent in enumerate(agents):
             runners.publish(version, SCRIPT.get_weights(agent))
             reports = []
             with mock.patch.object(runners, "note", reports.append):
-                fragments = runners.collect(4, 1)
+                _, fragments = runners.collect(4, 1)
             for report, (obs, action, rows) in zip(reports, fragments, strict=True):
                 output = agents[report["version"]](torch.tensor(obs[:-1]).flatten(0, 1))[0]
                 log_prob = agents[0].log_prob(output, torch.tensor(action).flatten())
@@ -320,14 +268,13 @@ def test_two_learners_are_one_with_twice_the_batch():
         runners = script.RayRunners(args, run)
         learners = script.OtherLearners(args, runners)
         add_up = learners.add_up if learners.actors else None
-        agent, optimizer, update = script.make_learner(args, *runners.spaces, run.device, add_up)
+        agent, optimizer, learn = script.make_learner(args, *runners.spaces, run.device, add_up)
         learners.join(run.device, agent, optimizer)
         for i in range(0, 200, 2):
             for _ in range(2):
                 pair = batches[i : i + 2]
                 learners.update(optimizer.learning_rate, pair[args.batch_fragments :])
-                (batch,) = script.to_batches(args, pair[: args.batch_fragments], run.device)
-                update(*batch)
+                learn(pair[: args.batch_fragments])
         agents.append(script.get_weights(agent))
         for actor in learners.actors:
             other = runners.ray.get(actor.__ray_call__.remote(lambda self: get_weights(self.agent)))
@@ -353,30 +300,6 @@ def test_cluster_files_are_what_ray_and_bash_take():
 # Faults
 
 
-class Fragile(tiny_envs.Tiny):
-    """Raises or ends its process when there is a file that says so; of several, one."""
-
-    def __init__(self, path: str):
-        super().__init__(tiny_envs.CHOICE)
-        self.path = Path(path)
-
-    def start(self):
-        return np.zeros(3, dtype=np.float32)
-
-    def move(self, _action):
-        with contextlib.suppress(FileNotFoundError):  # there is none, or another runner took it
-            word = self.path.read_text()
-            self.path.rename(self.path.with_suffix(".taken"))
-            if word == "raise":
-                raise ValueError("the simulator\nis out of order")
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.002)
-        return np.zeros(3, dtype=np.float32), 1.0, False, self.steps % 10 == 0
-
-
-gym.register("Fragile-v0", Fragile)
-
-
 @pytest.mark.parametrize("fault", ["raise", "kill"])
 @on_ray
 def test_a_fault_is_named_counted_and_survived(train, tmp_path, capfd, fault):
@@ -396,15 +319,6 @@ def test_a_fault_is_named_counted_and_survived(train, tmp_path, capfd, fault):
     expected = "ValueError: the simulator is out of order" if fault == "raise" else "ActorDiedError"
     (line,) = [line for line in error.splitlines() if line.startswith("runner ")]
     assert expected in line and line.endswith("; restart 1")
-
-
-def refused(capfd, **settings) -> str:
-    """The one line of the error of a training that was refused."""
-    with pytest.raises(SystemExit) as end:
-        SCRIPT.train(SCRIPT.Args(**SMALL | {"num_runners": 1} | settings))
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert end.value.code == 2 and len(lines) == 1
-    return lines[0]
 
 
 @on_ray

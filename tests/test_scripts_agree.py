@@ -16,12 +16,12 @@ from helpers import PAIRS, ROOT, SCRIPTS, load, pair_of
 from benchmarks.common.pairs import TABLE
 
 # What each algorithm writes in its own way; any other function or class of one name has one text
-OWN_NAMES = {"Args", "ActorCritic", "Actor", "Critic", "QNetwork", "load_policy", "train"}
+OWN_NAMES = {"Args", "ActorCritic", "Actor", "Critic", "QNetwork", "Runner", "load_policy", "train"}
 # Args whose help differs for a reason: the kind of actions; PPO trains in whole rollouts; between two updates of target
 # networks DQN counts steps, SAC updates; what a graph comprises; who steps environments while others act; the symbols
-# of a paper
+# of a paper; what a learner's share is
 OWN_HELP = {"env_id", "total_timesteps", "target_network_frequency", "compile", "cudagraphs", "async_envs"}
-OWN_HELP |= {"ent_coef", "vf_coef"}
+OWN_HELP |= {"ent_coef", "vf_coef", "num_learners"}
 # What a twin may write in another way; over Ray, a learner is made in several processes
 CHANGED = {"Args", "train", "make_learner"}
 # Compiled twins alone have these, the same text in all of them: to compile with one set of options, and to refuse what

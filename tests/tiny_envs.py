@@ -5,9 +5,12 @@ TINY_EVENT makes something happen at an environment's own n-th step: SIGKILL@n t
 training, raise@n, nan_reward@n, nan_obs@n. Of several worker processes it happens in all but the first.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import time
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -150,6 +153,29 @@ class Shaped(Tiny):
         return self.observe(), 1.0, False, self.t == 20
 
 
+class Fragile(Tiny):
+    """Raises, ends its process, or is slow from then on, when there is a file that says so; of several, one."""
+
+    def __init__(self, path: str):
+        super().__init__(CHOICE)
+        self.path, self.seconds = Path(path), 0.002
+
+    def start(self):
+        return np.zeros(3, dtype=np.float32)
+
+    def move(self, _action):
+        with contextlib.suppress(FileNotFoundError):  # there is none, or another runner took it
+            word = self.path.read_text()
+            self.path.rename(self.path.with_suffix(".taken"))
+            if word == "raise":
+                raise ValueError("the simulator\nis out of order")
+            if word == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.seconds *= 10
+        time.sleep(self.seconds)
+        return np.zeros(3, dtype=np.float32), 1.0, False, self.steps % 10 == 0
+
+
 for prefix, space in ("", PUSH), ("Discrete", CHOICE):
     gym.register(f"{prefix}Same-v0", Same, kwargs={"action_space": space, "end": None})
     for end in "terminated", "truncated":
@@ -161,6 +187,7 @@ gym.register("DiscreteStream-v0", Stream, kwargs={"action_space": CHOICE}, max_e
 gym.register("ReachNumber-v0", Tiny, kwargs={"action_space": PUSH, "observation_space": Discrete(4)})
 gym.register("ChooseNumber-v0", Tiny, kwargs={"action_space": CHOICE, "observation_space": Discrete(4)})
 gym.register("Count-v0", Count)
+gym.register("Fragile-v0", Fragile)
 gym.register("Image-v0", Shaped, kwargs={"observation_space": Box(0, 255, (2, 3, 1), np.uint8)})
 PARTS = {"b": Box(-np.inf, np.inf, (3,), np.float64), "a": Box(-np.inf, np.inf, (1, 2), np.float64)}
 gym.register("Parts-v0", Shaped, kwargs={"observation_space": Dict(PARTS)})

@@ -175,7 +175,15 @@ TABLE = {
         own_tests="test_impala.py",
         most_changes=45,  # an update is one function, or two with a sum over learners between them
         most_above=420,
-        most_lines=1390,  # runners and learners of Ray
+        most_lines=1410,  # runners and learners of Ray
+        own_texts=("warn_of_pixels",),  # it has convolutions for them
+    ),
+    "ppo_ray": Pair(
+        peers="ppo",  # it acts as ppo does
+        own_tests="test_ppo_ray.py",
+        most_changes=45,  # a minibatch is learnt from by one function, or two with a sum over learners between them
+        most_above=420,
+        most_lines=1630,  # runners and learners of Ray, environments that do not wait for each other
         own_texts=("warn_of_pixels",),  # it has convolutions for them
     ),
 }  # fmt: skip

@@ -49,8 +49,9 @@ def pairs_here() -> list[str]:
 
 def peers_of(script: str) -> tuple[str, ...]:
     """The libraries that can train as a script does."""
-    algorithm = TABLE[script].peers if script in TABLE else None
-    return {None: (), "impala": ("rllib",)}.get(algorithm, ("sb3", "sbx"))
+    if script not in TABLE or TABLE[script].peers is None:
+        return ()
+    return ("rllib",) if script.endswith("_ray") else ("sb3", "sbx")
 
 
 def check_known(kind: str, names: list[str] | tuple[str, ...], known: list[str]) -> None:

@@ -1,0 +1,1707 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch==2.13.0", "tensordict==0.15.3", "gymnasium[mujoco]==1.4.0", "envpool==1.2.5",
+#     "tyro==1.0.17", "numpy==2.4.6", "tqdm==4.70.1", "tensorboard==2.21.0", "ray[default]==2.60.0",
+# ]
+# ///
+"""Proximal Policy Optimization (PPO) on Ray: from one process to a cluster, compiled.
+
+Schulman et al. (2017), "Proximal Policy Optimization Algorithms", https://arxiv.org/abs/1707.06347, whose equations are
+meant below; advantages by Schulman et al. (2016), "High-Dimensional Continuous Control Using Generalized Advantage
+Estimation", https://arxiv.org/abs/1506.02438; the network for frames by Mnih et al. (2015).
+
+    python ppo_ray_torchcompile.py --env-id CartPole-v1 --num-runners 2 --envs-per-runner 4
+    python ppo_ray_torchcompile.py --env-id HalfCheetah-v4 --envs-per-runner 1 --norm-obs --norm-rewards
+    python ppo_ray_torchcompile.py --ray-address auto --num-runners 64    # on a cluster, after `ray start` on all
+
+Its eager twin is `ppo_ray.py`; the diff of the two shows all that compiling takes.
+Shapes: T = num_steps, W = num_runners, V = envs_per_runner, L = num_learners (W and L at least 1), N = V * W / L
+environments whose rows a learner gets, B = T * N, K = num_minibatches, M = B / K, E = update_epochs, O = size of an
+observation, A = number of actions, or size of an action of a Box, P = number of parameters.
+
+This is PPO as in `ppo.py` and `ppo_continuous_action.py` along three axes: runners, environments, learners. With
+--num-runners 0 all happens in this process, without Ray and the same each time. With --rollout batched each runner
+brings T steps by the newest weights, and all wait: on-policy. With first-ready a batch is the first W fragments that
+come, and runners go on meanwhile: what comes late is learnt from in the next batch, by the probabilities with which it
+acted; what is older than one update is left out. Departures from CleanRL are those of the two scripts; besides, a
+fragment's observations are normalized by the statistics of all fragments before it.
+
+How to read on: settings, networks, formulas; `Runner`, `make_learner`, and `train`, which joins them. Then plumbing.
+"""
+
+import atexit
+import contextlib
+import copyreg
+import difflib
+import importlib.util
+import io
+import json
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import random
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections import defaultdict, deque
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Literal, NoReturn
+
+os.environ |= {"OPENBLAS_NUM_THREADS": "1"} | os.environ  # NumPy's products here are small, and cores are scarce
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from tensordict.nn import CudaGraphModule
+from torch import Tensor, nn
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    # experiment
+    exp_name: str = Path(__file__).stem  # second part of the run folder's name
+    seed: int = 1  # seeds Python, NumPy, PyTorch and the environments
+    device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
+    run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
+    resume: str | None = None  # folder of a run to go on with, by its own settings, from its checkpoint
+    checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
+    tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
+    track: bool = False  # send the TensorBoard events to Weights & Biases too
+    wandb_project_name: str = "flatout"  # the project there
+    wandb_entity: str | None = None  # the team there
+
+    # environment
+    env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete or Box actions
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool where it is faster and knows the id
+    async_envs: bool = False  # a runner steps those of Gymnasium in worker processes, which do not wait for each other
+    env_kwargs: str = "{}"  # arguments for its constructor, as JSON: '{"key": value}'
+    total_timesteps: int = 500_000  # environment steps in the whole run, rounded down to whole rollouts
+    clip_rewards: bool = False  # to learn, rewards are cut down to [-1, 1]; returns in the log are not
+    norm_obs: bool = False  # learn from observations with mean 0 and variance 1, by the statistics of all runners
+    norm_rewards: bool = False  # divide rewards by the standard deviation of discounted returns, likewise
+
+    # Ray
+    num_runners: int = 2  # processes that step environments; 0: this process does, without Ray
+    envs_per_runner: int = 4  # environments of each runner
+    rollout: Literal["batched", "first-ready"] = "batched"  # wait for all runners, or learn from what comes first
+    cpus_per_runner: float = 1.0  # CPU cores that Ray sets aside for each runner, also fractions
+    gpus_per_runner: float = 0.0  # GPUs for each runner, also fractions; frames are then acted upon there
+    num_learners: int = 0  # processes that learn from a share of each batch; the first, or 0, is this process
+    cpus_per_learner: float = 1.0  # CPU cores that Ray sets aside for each learner but this one
+    gpus_per_learner: float = 0.0  # GPUs for each learner but this one, for which --device counts
+    ray_address: str | None = None  # a cluster: auto (the one of this machine) or HOST:PORT; by default, a new one
+    runner_restarts: int = 100  # dead runners to replace in the run; at one more it ends
+    fragment_timeout: float = 300.0  # seconds without a fragment from any runner after which the run ends
+
+    # PPO
+    num_steps: int = 128  # steps of each environment in a rollout
+    learning_rate: float = 2.5e-4  # of Adam
+    anneal_lr: bool = True  # lower the learning rate linearly to zero
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
+    num_minibatches: int = 8  # gradient steps in an epoch
+    update_epochs: int = 4  # passes over each rollout
+    norm_adv: bool = True  # normalize the advantages within each minibatch
+    clip_coef: float = 0.2  # epsilon of the clipped objective
+    clip_vloss: bool = True  # clip the value function's change in the same way
+    ent_coef: float = 0.01  # weight of the entropy bonus, c2 in the paper
+    vf_coef: float = 0.5  # weight of the value loss, c1 in the paper
+    max_grad_norm: float = 0.5  # the gradient is scaled down to this norm
+    target_kl: float | None = None  # no more epochs on a rollout once their mean approx_kl is more
+
+    # compile: two switches, to see what each of the two steps gives
+    compile: bool = True  # fuse the operations of a minibatch's update, from gather to Adam, into a few kernels
+    cudagraphs: bool = True  # on CUDA, replay the kernels of an epoch as one graph, in one launch
+
+    @property
+    def sync_envs(self) -> bool:
+        """As `Envs` asks for it."""
+        return not self.async_envs
+
+
+METRICS = (
+    "losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl",
+    "losses/clipfrac", "losses/explained_variance", "charts/learning_rate",
+)  # fmt: skip
+# The least and the greatest value of a setting; of others, integers are 1 or more, floats 0 or more
+LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "gae_lambda": (0, 1), "num_learners": (0, math.inf)}
+LIMITS |= {"num_runners": (0, math.inf), "runner_restarts": (0, math.inf)}
+
+
+class ActorCritic(nn.Module):
+    """Policy and value: observation (B, O) -> what defines the policy (B, A), value (B,).
+
+    A Categorical policy has a logit for each action, a Gaussian one a mean. Stacks of frames go through a shared CNN.
+    """
+
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space):
+        super().__init__()
+        self.is_discrete = isinstance(action_space, gym.spaces.Discrete)
+        self.outputs = int(action_space.n) if self.is_discrete else math.prod(action_space.shape)
+        self.action_space, self.sees_frames = action_space, sees_frames(observation_space)
+        if self.sees_frames:
+            self.features = Frames(observation_space.shape[0])
+            self.actor, self.critic = nn.Linear(512, self.outputs), nn.Linear(512, 1)
+            for layer, gain in ((self.actor, 0.01), (self.critic, 1.0)):
+                nn.init.orthogonal_(layer.weight, gain)
+                nn.init.zeros_(layer.bias)
+        else:
+            inputs = gym.spaces.flatdim(observation_space)
+            self.features = nn.Identity()
+            self.actor, self.critic = mlp(inputs, self.outputs, output_gain=0.01), mlp(inputs, 1, output_gain=1.0)
+        if not self.is_discrete:
+            self.log_std = nn.Parameter(torch.zeros(self.outputs))
+
+    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.features(obs)
+        return self.actor(features), self.critic(features).squeeze(1)
+
+    def log_prob(self, output: Tensor, action: Tensor) -> Tensor:
+        """Of actions, by the actor's output (..., A) -> (...)."""
+        if self.is_discrete:
+            return output.log_softmax(-1).gather(-1, action.long().unsqueeze(-1)).squeeze(-1)
+        return normal_log_prob(action, output, self.log_std)
+
+    def entropy(self, output: Tensor) -> Tensor:
+        """Of the policy, by the actor's output (..., A) -> (...)."""
+        if self.is_discrete:
+            log_probs = output.log_softmax(-1)
+            return -(log_probs.exp() * log_probs).sum(-1)
+        return (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum().expand(output.shape[:-1])
+
+    def to_env(self, action: np.ndarray) -> np.ndarray:
+        """Actions (B,) or (B, A) as environments take them."""
+        space = self.action_space
+        return space.start + action if self.is_discrete else action.clip(space.low.ravel(), space.high.ravel())
+
+    def noise(self, rng: np.random.Generator, *shape: int) -> np.ndarray:
+        """(*shape, A), to add to the actor's output: the sum is a sample; of logits and Gumbel noise, its argmax is."""
+        if self.is_discrete:
+            return rng.gumbel(size=(*shape, self.outputs)).astype(np.float32)
+        return rng.standard_normal((*shape, self.outputs), dtype=np.float32) * self.log_std.detach().exp().cpu().numpy()
+
+
+def gae(
+    reward: Tensor, value: Tensor, terminated: Tensor, truncated: Tensor, valid: Tensor, gamma: float, gae_lambda: float
+) -> Tensor:
+    """Generalized advantage estimation, equations (11) and (12) of PPO: all (T, N), but value (T + 1, N) -> (T, N).
+
+    value[t + 1] after a truncation is that of the episode's true last observation, so it bootstraps like any other;
+    only a termination has no future. Rows that are not valid (resets) get zero, and no sum goes on across such a row.
+    """
+    delta = (reward + gamma * (1 - terminated) * value[1:] - value[:-1]) * valid
+    return discounted_sum(delta, gamma * gae_lambda * (1 - torch.maximum(terminated, truncated)) * valid)
+
+
+def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_coef: float) -> Tensor:
+    """The clipped surrogate objective, equation (7), to be minimized: all (M,) -> ()."""
+    clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    return -masked_mean(torch.min(ratio * advantage, clipped_ratio * advantage), valid)
+
+
+def clipped_value_loss(
+    value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
+) -> Tensor:
+    """Half the mean squared error of the value, or of one kept within `clip_coef` of the old one where that is more."""
+    error = (value - returns).square()
+    if clip_coef is not None:
+        clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
+        error = torch.max(error, (clipped_value - returns).square())
+    return 0.5 * masked_mean(error, valid)
+
+
+class Runner:
+    """V environments, and a copy of the policy that steps each of them T times by the same weights."""
+
+    def __init__(self, args: Args, seeds: list[int]):
+        self.args, self.envs = args, open_envs(args, seeds)
+        self.turns = (FirstReady if isinstance(self.envs.vector, gym.vector.AsyncVectorEnv) else LockStep)(self.envs)
+        self.agent = ActorCritic(self.envs.observation_space, self.envs.action_space)
+        if self.agent.sees_frames:
+            self.obs_type, self.device = np.uint8, torch.device("cuda" if args.gpus_per_runner else "cpu")
+            self.agent.to(self.device)
+            self.policy = lambda obs: self.agent(torch.from_numpy(obs).to(self.device))[0].cpu().numpy()
+        else:  # a few vectors are too little work for a GPU, or for PyTorch
+            self.obs_type, self.device, self.policy = np.float32, torch.device("cpu"), numpy_mlp(self.agent.actor)
+            check_policy(self.policy, lambda obs: self.agent(obs)[0], self.envs.obs_dim)
+        self.rng, self.statistics, self.clock = np.random.default_rng(seeds), EpisodeStatistics(len(seeds)), Clock()
+        self.obs, self.done = self.envs.reset(), np.zeros((1, len(seeds)), dtype=bool)
+        self.obs_norm, self.reward_scale = RunningNorm((self.envs.obs_dim,)), RewardScale(len(seeds), args.gamma)
+
+    @torch.no_grad()
+    def sample(self, version: int, weights: np.ndarray, *known: tuple) -> tuple[dict, tuple[np.ndarray, ...]]:
+        """T steps by weights (P,) and moments that are `known` -> report, with own moments; fragment for `estimate`."""
+        self.clock.lap("runners_waiting")
+        set_weights(self.agent, weights)
+        set_moments(self.obs_norm, *known[0])
+        self.clock.lap("weights")
+        shape, is_discrete = (self.args.num_steps, len(self.obs)), self.agent.is_discrete
+        raw_obs, obs = (np.empty((shape[0] + 1, *self.obs.shape), x) for x in (self.obs.dtype, self.obs_type))
+        output, noise = np.empty((*shape, self.agent.outputs), dtype=np.float32), self.agent.noise(self.rng, *shape)
+        action = np.empty(shape, dtype=np.int64) if is_discrete else np.empty_like(output)
+        (reward, spent), (terminated, truncated) = np.empty((2, *shape)), np.empty((2, *shape), dtype=bool)
+        normalize = self.obs_norm if self.obs_norm.count else lambda x: x  # nothing is known of the first rows
+        raw_obs[0], obs[0], here = self.obs, normalize(self.obs), self.turns.begin()
+        while here is not None:
+            output[here] = self.policy(obs[here])
+            sample = output[here] + noise[here]
+            action[here] = sample.argmax(-1) if is_discrete else sample
+            self.clock.lap("inference")
+            came, after, here, rows = self.turns.step(here, self.agent.to_env(action[here]), shape[0])
+            raw_obs[after], reward[came], terminated[came], truncated[came] = rows
+            obs[after] = normalize(raw_obs[after])
+            spent[came] = self.clock.lap("env_step")
+        previous, self.obs, self.done = self.done[-1:], raw_obs[-1], terminated | truncated
+        valid = ~np.concatenate([previous, self.done[:-1]])  # after a row in which an episode ended comes its reset
+        episodes = self.statistics.update(reward, self.done, valid)
+        set_moments(self.obs_norm)
+        set_moments(self.reward_scale)
+        reward = reward.clip(-1, 1) if self.args.clip_rewards else reward
+        if self.args.norm_obs:
+            self.obs_norm.update(raw_obs[1:].reshape(-1, self.envs.obs_dim))
+        if self.args.norm_rewards:
+            self.reward_scale(reward, valid)
+        seen = moments(self.obs_norm), moments(self.reward_scale)
+        merge(self.reward_scale, *known[1])
+        if self.args.norm_rewards:
+            reward = (reward / self.reward_scale.std).clip(-10, 10)
+        log_prob = self.agent.log_prob(*(torch.from_numpy(x).to(self.device) for x in (output, action))).cpu()
+        rows = np.stack([reward, terminated, truncated, valid, log_prob], axis=2).astype(np.float32)
+        if self.turns.waits:
+            self.clock.move("env_step", "env_reset", time_of_resets(spent[:, 0], ~valid))
+        self.clock.lap("inference")
+        report = {"version": version, "steps": int(valid.sum()), "episodes": episodes, "moments": seen}
+        return report | {"infos": take(self.envs.infos), "seconds": take(self.clock.seconds)}, (obs, action, rows)
+
+
+def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Space, device: torch.device, add_up=None):
+    """A learner -> networks, optimizer, `learn`. Of several, `add_up` sums a vector over all of them."""
+    agent = ActorCritic(observation_space, action_space).to(device)
+    optimizer = Adam(agent, args.learning_rate, eps=1e-5)
+
+    @torch.no_grad()
+    def estimate(obs: Tensor, action: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+        """From obs (T + 1, N, O), action (T, N, ...), rows (T, N, 5) -> explained variance, rows (B, ...) to learn."""
+        reward, terminated, truncated, valid, log_prob = rows.unbind(2)
+        value = torch.cat([agent(part)[1] for part in obs.flatten(0, 1).split(4096)]).view(obs.shape[:2])
+        advantage = gae(reward, value, terminated, truncated, valid, args.gamma, args.gae_lambda)
+        returns = advantage + value[:-1]
+        explained_variance = 1 - (masked_std(advantage, valid) / (masked_std(returns, valid) + 1e-8)).square()
+        rows = (obs[:-1], action, log_prob, value[:-1], advantage, returns, valid)
+        return explained_variance, *(x.flatten(0, 1) for x in rows)
+
+    def gradient(index: Tensor, spread: Tensor, *batch: Tensor) -> Tensor:
+        """Of the rows `index` (M,), in one vector: gradient of the loss (P,), first six METRICS, 1; sums over rows."""
+        obs, action, old_log_prob, old_value, advantage, returns, valid = (x[index] for x in batch)
+        output, value = agent(obs)
+        log_ratio = agent.log_prob(output, action) - old_log_prob
+        ratio = log_ratio.exp()
+        policy_loss = clipped_policy_loss(ratio, (advantage - spread[0]) / (spread[1] + 1e-8), valid, args.clip_coef)
+        clip_value = args.clip_coef if args.clip_vloss else None
+        value_loss = clipped_value_loss(value, old_value, returns, valid, clip_value)
+        entropy = masked_mean(agent.entropy(output), valid)
+        loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy  # equation (9), to be minimized
+        gradients = torch.autograd.grad(loss, optimizer.weights)
+        kl = masked_mean(-log_ratio, valid), masked_mean(ratio - 1 - log_ratio, valid)
+        clipfrac = masked_mean(((ratio - 1).abs() > args.clip_coef).float(), valid)
+        losses = torch.stack([policy_loss, value_loss, entropy, *kl, clipfrac]).detach()
+        return torch.cat([*(x.reshape(-1) for x in gradients), losses, torch.ones_like(losses[:1])]) * valid.sum()
+
+    def descend(sums: Tensor) -> Tensor:
+        """One step of Adam by such sums, of all learners -> the means of the first six METRICS."""
+        means = sums / sums[-1].clamp(min=1)
+        parts = zip(means[:-7].split(optimizer.sizes), optimizer.weights, strict=True)
+        optimizer.step(clip([x.view_as(weight) for x, weight in parts], args.max_grad_norm))
+        return means[-7:-1]
+
+    def update_minibatch(index: Tensor, spread: Tensor, *batch: Tensor) -> Tensor:
+        """Learn from a minibatch. Several learners exchange one vector, and take the same step."""
+        return descend(add_up(gradient(index, spread, *batch)) if add_up else gradient(index, spread, *batch))
+
+    def update_epoch(permutation: Tensor, spreads: Tensor, *batch: Tensor) -> Tensor:
+        """One pass over the batch in minibatches, the rows of `permutation` (K, M) -> the mean of their losses."""
+        return torch.stack([update_minibatch(*x, *batch) for x in zip(permutation, spreads, strict=True)]).mean(0)
+
+    # compile: the names stay. Gradient and Adam are one graph; of several learners two, around the sum over all of them
+    if args.compile and add_up:
+        gradient, descend = compiled(device, gradient, descend)
+    elif args.compile:
+        (update_minibatch,) = compiled(device, update_minibatch)
+    # compile: an epoch becomes one CUDA graph: its first two calls only run, its third records, all later ones replay
+    replayed = partial(CudaGraphModule, warmup=3) if args.cudagraphs and device.type == "cuda" else lambda x: x
+    # compile: compiled code and graphs keep the numbers that they have read; a later change is refused by name
+    if add_up:
+        gradient, descend = refuse_changes(replayed(gradient)), refuse_changes(replayed(descend))
+    else:
+        update_epoch = refuse_changes(replayed(update_epoch))
+
+    def learn(fragments: list[tuple[np.ndarray, ...]]) -> Tensor:
+        """Estimate advantages in fragments and learn from them -> METRICS. All learners take the same order of rows."""
+        explained_variance, *batch = estimate(*to_batch(fragments, device))
+        permutations = draw_permutations(args, int(optimizer.steps), len(batch[0])).to(device)
+        spreads = spread_of(batch[4][permutations], batch[6][permutations], args.norm_adv, add_up)
+        for permutation, spread in zip(permutations, spreads, strict=True):
+            losses = update_epoch(permutation, spread, *batch)
+            if args.target_kl is not None and losses[METRICS.index("losses/approx_kl")] > args.target_kl:
+                break
+        return torch.stack([*losses, explained_variance, optimizer.learning_rate])
+
+    return agent, optimizer, learn
+
+
+def train(args: Args) -> Path:
+    """Train from the start, or from a checkpoint, to the end; returns the run's folder. Wrong input: SystemExit(2)."""
+    run = Run(args)
+    args, device = run.args, run.device
+    num_fragments, num_learners = max(1, args.num_runners), max(1, args.num_learners)
+    batch_size, num_iterations = rollout_sizes(args, num_fragments * args.envs_per_runner)
+    if num_fragments % num_learners or batch_size // num_learners % args.num_minibatches:
+        fail(f"{num_learners} learners can't share {num_fragments} runners' rows in {args.num_minibatches} minibatches")
+    runners = RayRunners(args, run) if args.num_runners else OneRunner(args, run)
+    learners = OtherLearners(args, runners)
+    agent, optimizer, learn = make_learner(args, *runners.spaces, device, learners.add_up if learners.actors else None)
+    torch.set_num_threads(num_cores() if agent.sees_frames else 1)  # small networks lose by a second thread
+    obs_norm, reward_norm = RunningNorm((gym.spaces.flatdim(runners.spaces[0]),)), RunningNorm(())
+    run.open(runners, agent=agent, optimizer=optimizer, obs_norm=obs_norm, reward_norm=reward_norm)
+    learners.join(device, agent, optimizer)
+    share = num_fragments // num_learners
+    for iteration in range(run.num_updates, num_iterations):
+        if args.anneal_lr:
+            optimizer.learning_rate.fill_(args.learning_rate * (1 - iteration / num_iterations))
+
+        # Collect. One fragment of each runner, or what is ready first
+        runners.publish(iteration, get_weights(agent), moments(obs_norm), moments(reward_norm))
+        reports, fragments = runners.collect(share, num_learners)
+        for report in reports:
+            for norm, seen in zip((obs_norm, reward_norm), report["moments"], strict=True):
+                merge(norm, *seen)
+
+        # Learn. The first fragments are this learner's
+        learners.update(optimizer.learning_rate, fragments[share:])
+        losses = learn(fragments[:share])
+        run.num_updates = iteration + 1
+
+        # Log
+        run.log(dict(zip(METRICS, losses.tolist(), strict=True)) | runners.metrics())
+    return run.close()
+
+
+def load_policy(checkpoint: dict, envs: "Envs"):
+    """The deterministic policy of a checkpoint: observation (N, O) -> the most probable action (N,), or (N, A)."""
+    agent, obs_norm = ActorCritic(envs.observation_space, envs.action_space), RunningNorm((envs.obs_dim,))
+    agent.load_state_dict(checkpoint["agent"])
+    obs_norm.load_state_dict(checkpoint["obs_norm"])
+
+    @torch.no_grad()
+    def policy(obs: np.ndarray) -> np.ndarray:
+        obs = obs_norm(obs) if obs_norm.count else obs
+        output = agent(torch.from_numpy(obs if agent.sees_frames else obs.astype(np.float32)))[0].numpy()
+        return agent.to_env(output.argmax(1) if agent.is_discrete else output)
+
+    return policy
+
+
+# ---- Plumbing: all below is the same text in every script that has it, and no part of the algorithm ---------------
+
+
+def mlp(inputs: int, outputs: int, output_gain: float) -> nn.Sequential:
+    """Two hidden layers of 64 tanh units, orthogonal weights: (B, inputs) -> (B, outputs)."""
+    net = nn.Sequential(
+        nn.Linear(inputs, 64), nn.Tanh(),
+        nn.Linear(64, 64), nn.Tanh(),
+        nn.Linear(64, outputs),
+    )  # fmt: skip
+    for layer, gain in zip(net[::2], (math.sqrt(2), math.sqrt(2), output_gain), strict=True):
+        nn.init.orthogonal_(layer.weight, gain)
+        nn.init.zeros_(layer.bias)
+    return net
+
+
+def space_to_depth(frames: Tensor) -> Tensor:
+    """Make one pixel of 16 channels from each block of 4 x 4 pixels: (B, F, 84, 84) -> (B, 21, 21, 16 * F)."""
+    lines = frames.view(torch.int32).view(len(frames), -1, 21, 4, 21)  # four bytes at a time
+    return lines.permute(0, 2, 4, 1, 3).contiguous().view(torch.uint8).flatten(3)
+
+
+class Frames(nn.Module):
+    """The Nature CNN up to its hidden layer: F frames of 84 x 84 bytes, (B, F * 7056) -> (B, 512)."""
+
+    def __init__(self, num_frames: int):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(16 * num_frames, 32, 2), nn.Conv2d(32, 64, 4, stride=2)
+        self.conv3, self.hidden = nn.Conv2d(64, 64, 3), nn.Linear(7 * 7 * 64, 512)
+        for layer in self.children():
+            nn.init.orthogonal_(layer.weight, math.sqrt(2))
+            nn.init.zeros_(layer.bias)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        # Of blocks of 4 x 4 pixels as channels, 8 x 8 pixels with stride 4 are 2 x 2: an update takes half the time
+        x = space_to_depth(obs.view(len(obs), -1, 84, 84)).permute(0, 3, 1, 2).float()
+        x = nn.functional.conv2d(x, self.conv1.weight / 255, self.conv1.bias).relu()  # pixels from 0 to 1
+        x = self.conv3(self.conv2(x).relu()).relu()
+        return self.hidden(x.permute(0, 2, 3, 1).flatten(1)).relu()
+
+
+def normal_log_prob(action: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
+    """Log-density of actions (..., A) under a normal distribution with diagonal covariance -> (...)."""
+    z = (action - mean) * torch.exp(-log_std)
+    return (-0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+
+
+def discounted_sum(x: Tensor, decay: Tensor) -> Tensor:
+    """y[t] = x[t] + decay[t] * y[t + 1] along the first dimension, in log2(T) rounds of the whole (T, N).
+
+    A loop over 2048 steps takes 60 ms, this 0.3 ms: after each round, y[t] sums twice as many terms.
+    """
+    span = 1
+    while span < len(x):
+        x = torch.cat([x[:-span] + decay[:-span] * x[span:], x[-span:]])
+        decay = torch.cat([decay[:-span] * decay[span:], decay[-span:]])
+        span *= 2
+    return x
+
+
+def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
+    """Mean of the entries of x where valid = 1, with static shapes and without waiting for the device."""
+    return (x * valid).sum() / valid.sum().clamp(min=1)
+
+
+def masked_std(x: Tensor, valid: Tensor) -> Tensor:
+    """Standard deviation (unbiased) of the entries of x where valid = 1."""
+    squares = ((x - masked_mean(x, valid)) * valid).square().sum()
+    return (squares / (valid.sum() - 1).clamp(min=1)).sqrt()
+
+
+def clip(gradients: tuple[Tensor, ...], max_norm: float) -> tuple[Tensor, ...]:
+    """The gradients, scaled down together where the norm of all of them exceeds `max_norm`."""
+    norm = torch.cat([gradient.reshape(-1) for gradient in gradients]).norm()
+    return torch._foreach_mul(gradients, (max_norm / (norm + 1e-6)).clamp(max=1))
+
+
+class RunningNorm:
+    """Mean and variance of all rows so far (Welford 1962, in float64): x (B, ...) -> (x - mean) / std, within +-10."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.count, self.mean, self.squares = 0, np.zeros(shape), np.zeros(shape)
+
+    def update(self, x: np.ndarray) -> None:
+        self.count += len(x)
+        delta = x - self.mean
+        self.mean += delta.sum(0) / self.count
+        self.squares += (delta * (x - self.mean)).sum(0)
+
+    @property
+    def std(self) -> np.ndarray:
+        return np.sqrt(self.squares / max(self.count, 1) + 1e-8)
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        return ((x - self.mean) / self.std).clip(-10, 10)
+
+    def state_dict(self) -> dict:
+        return {"count": self.count, "mean": torch.tensor(self.mean), "squares": torch.tensor(self.squares)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.count, self.mean, self.squares = state["count"], state["mean"].numpy(), state["squares"].numpy()
+
+
+class RewardScale(RunningNorm):
+    """Divides rewards (T, N) by the standard deviation of all discounted returns so far; clips to +-10.
+
+    The return goes on from rollout to rollout, and starts anew with each episode, be it terminated or truncated.
+    """
+
+    def __init__(self, num_envs: int, gamma: float):
+        super().__init__(())
+        self.gamma, self.discounted_return = gamma, np.zeros(num_envs)
+
+    def __call__(self, reward: np.ndarray, valid: np.ndarray) -> np.ndarray:
+        # R[t] = reward[t] + gamma * R[t - 1] within an episode: a discounted sum, seen from the end
+        x = torch.from_numpy(np.vstack([self.discounted_return, reward])).flip(0)
+        decay = torch.from_numpy(np.vstack([self.discounted_return, self.gamma * valid])).flip(0)
+        discounted_returns = discounted_sum(x, decay).flip(0)[1:].numpy()
+        self.discounted_return = discounted_returns[-1]
+        self.update(discounted_returns[valid])
+        return (reward / self.std).clip(-10, 10)
+
+
+class EpisodeStatistics:
+    """Return and length of each episode that ends, from rows (T, N); a reset row has reward 0 and is no step."""
+
+    def __init__(self, num_envs: int):
+        self.episode_return, self.episode_length = np.zeros(num_envs), np.zeros(num_envs, dtype=int)
+
+    def update(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray) -> list[tuple[float, int]]:
+        returns = self.episode_return + reward.cumsum(0, dtype=np.float64)
+        lengths = self.episode_length + valid.cumsum(0, dtype=int)
+        ended = []
+        for t, env in np.argwhere(done):
+            ended.append((float(returns[t, env]), int(lengths[t, env])))
+            returns[t:, env] -= returns[t, env]
+            lengths[t:, env] -= lengths[t, env]
+        self.episode_return, self.episode_length = returns[-1], lengths[-1]
+        return ended
+
+
+class Adam(nn.Module):
+    """Adam (Kingma & Ba 2015, algorithm 1): PyTorch's fused kernel, without the bookkeeping of torch.optim around it.
+
+    For small networks that bookkeeping takes longer than the kernel. torch.compile can trace neither, so compiled code
+    has the formula written out, on all weights as one vector (P,), which becomes a single loop. What changes is kept in
+    tensors, the learning rate too, so that compiled code and CUDA graphs read its present value.
+    """
+
+    def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
+        super().__init__()
+        self.weights, self.eps, self.betas = list(module.parameters()), eps, betas
+        self.sizes = [w.numel() for w in self.weights]
+        zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
+        self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate))
+        self.register_buffer("steps", torch.zeros_like(zeros[0]))
+        self.register_buffer("beta_powers", torch.ones(2, device=zeros.device))  # each beta to the power of `steps`
+        self.register_buffer("beta_factors", zeros.new_tensor(betas), persistent=False)
+        self.register_buffer("exp_avg", zeros.clone())
+        self.register_buffer("exp_avg_sq", zeros.clone())
+        # The kernel takes lists: views of the two vectors, which a checkpoint fills in place. On CUDA it refuses those
+        # that do not lie in memory as their weight does
+        parts = zip(self.weights, self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes), strict=True)
+        views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
+        self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
+
+    @torch.no_grad()
+    def step(self, gradients: tuple[Tensor, ...]) -> None:
+        """Change the weights in place, down their gradients."""
+        self.steps.add_(1)
+        self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would compute a power anew every few weights
+        beta1, beta2 = self.betas
+        if torch.compiler.is_compiling():
+            gradient = torch.cat([g.reshape(-1) for g in gradients])
+            self.exp_avg.lerp_(gradient, 1 - beta1)
+            self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
+            scale = (self.exp_avg_sq / (1 - self.beta_powers[1])).sqrt() + self.eps
+            change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta_powers[0]))
+            parts = zip(change.split(self.sizes), self.weights, strict=True)
+            torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
+            return
+        # The kernel goes through memory in order, so a gradient must lie there as its weight does
+        pairs = zip(gradients, self.weights, strict=True)
+        gradients = [g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in pairs]
+        torch._fused_adam_(
+            self.weights, gradients, self.exp_avgs, self.exp_avg_sqs, [], [self.steps] * len(gradients),
+            lr=self.learning_rate, beta1=beta1, beta2=beta2, eps=self.eps,
+            weight_decay=0, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+
+def compiled(device: torch.device, *functions):
+    """The functions, each compiled into one graph, gradients included; SystemExit(2) where nothing can be compiled.
+
+    A graph that breaks at the gradient takes 3.5 times as long. Three things save some twentieths each: on a CPU, to
+    launch kernels from C++ instead of Python and to draw random numbers by PyTorch's own kernels; and, at each call, to
+    check that tensors are as they were but nothing else, which is left to `refuse_changes`.
+    """
+    if device.type == "cpu":
+        try:
+            torch._inductor.cpp_builder.get_cpp_compiler()
+        except RuntimeError:
+            fail("torch.compile needs a C++ compiler (Debian, Ubuntu: apt install g++); --no-compile does without")
+    torch._dynamo.config.trace_autograd_ops = True
+    torch.compiler.reset()  # what an earlier run in this process compiled may be of other settings
+    options = dict.fromkeys(("cpp_wrapper", "fallback_random"), True) if device.type == "cpu" else {}
+    options["guard_filter_fn"] = torch.compiler.keep_tensor_guards_unsafe
+    return [torch.compile(function, fullgraph=True, options=options.copy()) for function in functions]
+
+
+def readings(name: str, value, seen: set):
+    """(name, function that reads it) of all that a function or object reaches by names; `seen` gets those in code."""
+    if not isinstance(value, nn.Module):  # what became a graph, or was compiled
+        value = getattr(value, "module", value)
+        value = getattr(value, "__wrapped__", value)
+    if id(value) in seen or type(value).__module__.startswith("tensordict"):
+        return
+    seen.add(id(value))
+    parts = {}
+    if hasattr(value, "__code__"):
+        for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            parts[key] = partial(getattr, cell, "cell_contents")
+        codes = [value.__code__, *(x for x in value.__code__.co_consts if hasattr(x, "co_names"))]
+        seen.update(x for code in codes for x in code.co_names)
+        for key in value.__globals__.keys() & {x for code in codes for x in code.co_names}:
+            parts[key] = partial(value.__globals__.get, key)
+    elif isinstance(value, dict | list | tuple):
+        keys = value if isinstance(value, dict) else range(len(value))
+        parts = {f"{name}[{key!r}]": partial(value.__getitem__, key) for key in keys}
+    elif isinstance(value, nn.Module) or type(value).__module__ == __name__:
+        shared = vars(type(value)) if type(value).__module__ == __name__ else ()
+        parts = {f"{name}.{key}": partial(getattr, type(value), key) for key in shared if key[:2] != "__"}
+        own = [key for key in vars(value) if key[0] != "_" or key in ("_parameters", "_buffers", "_modules")]
+        parts |= {f"{name}.{key}": partial(vars(value).get, key) for key in own}
+    for key, read in parts.items():
+        yield from () if hasattr(read(), "__spec__") else [(key, read)]  # modules stay
+        yield from readings(key, read(), seen)
+
+
+def refuse_changes(function):
+    """The function; but before each call it is checked that all it reads, numbers and objects, is that of the first.
+
+    Compiled code and CUDA graphs keep what they have read at first: a change would be ignored in silence. So it ends
+    the program, with its name and exit code 2. Tensors may change in place. A check takes some microseconds.
+    """
+    names, reads, first = [], [], []
+
+    def checked(*inputs):
+        if not first:
+            seen = {"training"}
+            found = list(readings("", function, seen))  # of attributes, those count that some code names
+            found = [x for x in found if "." not in x[0] or x[0][-1] == "]" or x[0].rpartition(".")[2] in seen]
+            names[:], reads[:] = zip(*found, strict=True) if found else ((), ())
+            first[:] = [read() for read in reads]
+        now = [read() for read in reads]
+        if any(x is not y for x, y in zip(first, now, strict=True)):
+            check_equal(names, first, now)
+        if not all(isinstance(x, Tensor) for x in inputs):
+            fail("a compiled function got an argument that is no tensor: it would keep the first one")
+        return function(*inputs)
+
+    return checked
+
+
+def check_equal(names: list[str], first: list, now: list) -> None:
+    """SystemExit(2) with the name of the first number that differs, or of the first thing that is another object."""
+    for name, old, new in zip(names, first, now, strict=True):
+        is_number = isinstance(old, bool | int | float | str | np.generic | None)
+        if is_number and (type(new) is not type(old) or new != old):
+            advice = "make it a tensor and change it in place, like `optimizer.learning_rate`"
+            fail(f"`{name}` was {old} when this was compiled and is {new} now: {advice}")
+        if not is_number and new is not old:
+            fail(f"`{name}` is another {type(old).__name__} than when this was compiled: change it in place")
+
+
+def numpy_mlp(net: nn.Sequential):
+    """The function of a network on NumPy arrays (B, inputs) -> (B, outputs): 5 us for one row, where PyTorch takes 35.
+
+    It reads the memory of the parameters, which must be on the CPU, and follows when these change in place. Layers that
+    it does not know are left to PyTorch.
+    """
+    known = {nn.Tanh: np.tanh, nn.ReLU: partial(np.maximum, np.float32(0))}
+    layers = list(net) if isinstance(net, nn.Sequential) else [net]
+    linear, activations = layers[::2], [known.get(type(layer)) for layer in layers[1::2]]
+    is_known = all(type(layer) is nn.Linear and layer.bias is not None for layer in linear) and None not in activations
+    if not is_known or len(linear) != len(activations) + 1:
+        return torch.no_grad()(lambda x: net(torch.from_numpy(x)).numpy())
+    *hidden, (last_weight, last_bias) = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in linear]
+
+    def forward(x: np.ndarray) -> np.ndarray:
+        for (weight, bias), activation in zip(hidden, activations, strict=True):
+            x = activation(x.dot(weight) + bias)  # of arrays this small, `@` takes half a microsecond more
+        return x.dot(last_weight) + last_bias
+
+    return forward
+
+
+@torch.no_grad()
+def check_policy(acting, learning, obs_dim: int) -> None:
+    """Refuse a policy that acts, of arrays (B, O) -> (B, A), if the one that learns, of tensors, computes others."""
+    obs = np.random.default_rng(1).normal(size=(64, obs_dim)).astype(np.float32)
+    if not np.allclose(acting(obs), learning(torch.from_numpy(obs)), rtol=1e-3, atol=1e-3):
+        fail("the policy that acts differs from the one that learns: `numpy_mlp` is not all that `forward` computes")
+
+
+def fail(message: str) -> NoReturn:
+    """End with one line and exit code 2: the input is wrong."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def num_cores() -> int:
+    """How many CPU cores this process may use; all there are, on a system that does not tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
+    """The library that makes the environments; SystemExit(2) if none knows the id, with the ids that come near."""
+    sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
+    libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"], []
+    for library in libraries if in_process else reversed(libraries):
+        # EnvPool takes half a second to import
+        ids = gym.registry if library == "gymnasium" else importlib.import_module("envpool").list_all_envs()
+        if env_id in ids or (library == "gymnasium" and ":" in env_id):
+            return library
+        known += ids
+    name = env_id.removeprefix("ALE/").replace("NoFrameskip-v4", "-v5")  # what others call EnvPool's Atari games
+    near = dict.fromkeys(difflib.get_close_matches(name, known))
+    fail(f"no environment {env_id} in {' or '.join(libraries)}" + bool(near) * f"; close to it: {', '.join(near)}")
+
+
+def runs_in_process(args: Args, num_envs: int) -> bool:
+    """Whether environments step in this process: a single one and, by default, a few whose step is short."""
+    is_short = args.env_id.startswith(("CartPole-", "MountainCar", "Pendulum-"))
+    by_default = args.env_backend == "auto" and is_short and num_envs <= 8  # to wake a thread takes longer
+    return args.sync_envs or num_envs == 1 or by_default
+
+
+def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.Env:
+    """One Gymnasium environment with flat observations (O,). A worker process leaves signals to its parent."""
+    if multiprocessing.parent_process() is not None:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.SIG_IGN)
+    # No warnings that nobody can act upon: of old ids, which published results are of, and of old attributes in models
+    warnings.filterwarnings("ignore", ".*out of date")
+    if "mujoco" in str(env):
+        importlib.import_module("mujoco").set_mju_user_warning(lambda _message: None)
+    env = gym.make(env, disable_env_checker=True, **settings)
+    if not env.observation_space.is_np_flattenable:
+        raise ValueError(f"observations are {env.observation_space}, of which there is no vector")
+    is_flat = isinstance(env.observation_space, gym.spaces.Box) and len(env.observation_space.shape) == 1
+    return env if is_flat else gym.wrappers.FlattenObservation(env)
+
+
+class SyncEnvs:
+    """Environments stepped in turn in this process; for a single one, a step takes 14 us less than in SyncVectorEnv."""
+
+    def __init__(self, env_fns: list):
+        self.envs, self.done = [env_fn() for env_fn in env_fns], np.zeros(len(env_fns), dtype=bool)
+        self.single_observation_space = self.envs[0].observation_space
+        self.single_action_space = self.envs[0].action_space
+
+    def reset(self, seed: list[int]):
+        return np.array([env.reset(seed=env_seed)[0] for env, env_seed in zip(self.envs, seed, strict=True)]), {}
+
+    def step(self, action: np.ndarray):
+        action = action.copy()  # an environment may change or keep its action
+        rows, reward, infos = [], np.zeros(len(action)), [{}] * len(action)
+        terminated, truncated = np.zeros(len(action), dtype=bool), np.zeros(len(action), dtype=bool)
+        for i, env in enumerate(self.envs):
+            if self.done[i]:
+                obs, _ = env.reset()
+            else:
+                obs, reward[i], terminated[i], truncated[i], infos[i] = env.step(action[i])
+            rows.append(obs)
+        self.done = terminated | truncated
+        return np.array(rows), reward, terminated, truncated, infos
+
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
+
+
+@contextlib.contextmanager
+def light_start():
+    """Worker processes started herein ignore signals, have one thread, and do not import this file.
+
+    Else multiprocessing imports the main module in each, and PyTorch with it: 1.6 s and 230 MB instead of 0.2 s and
+    40 MB. So, meanwhile, an empty module takes its place.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+
+
+def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
+    """Environments, each in a worker process of its own."""
+    print(f"starting {len(env_fns)} worker processes", file=sys.stderr)
+    multiprocessing.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
+    with light_start():
+        vector = gym.vector.AsyncVectorEnv(env_fns, context="forkserver")
+    atexit.register(lambda: [process.kill() for process in vector.processes])  # else a run that broke may wait for them
+    return vector
+
+
+def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
+    """Raise a ValueError at a NaN or infinity; but nobody looks at what follows a termination: there it becomes 0."""
+    flat = obs.ravel()
+    if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
+        obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
+        if not (np.abs(obs).max() < 3e38 and np.abs(reward).max() < 3e38):
+            raise ValueError("an observation or a reward is NaN or infinite")
+
+
+def numbers_in(info: dict) -> dict[str, float]:
+    """The finite numbers of an `info`, such as is_success; not those that EnvPool keeps for itself."""
+    numbers = {key: x for key, x in info.items() if isinstance(x, bool | int | float | np.bool_ | np.number)}
+    is_own = ("_", "env_id", "elapsed_step")
+    return {key: float(x) for key, x in numbers.items() if math.isfinite(x) and not key.startswith(is_own)}
+
+
+class Envs:
+    """N environments side by side: flat observations (N, O); actions (N, A), or (N,) where they are discrete.
+
+    Autoreset is one step late, whatever the backend: the observation at an episode's end is its true last one, and the
+    next step ignores its action, resets that environment and returns reward 0. This row is no step of the environment.
+    """
+
+    def __init__(self, args: Args, seeds: list[int]):
+        self.num_envs, self.seeds, self.infos, self.stop = len(seeds), seeds, defaultdict(list), fail
+        in_process = runs_in_process(args, len(seeds))
+        try:
+            settings = dict(json.loads(args.env_kwargs))
+            warnings.filterwarnings("ignore", ".*precision lowered")  # by EnvPool's spaces
+            self.backend = choose_backend(args.env_id, args.env_backend, in_process)
+            if self.backend == "envpool":
+                settings |= {"num_envs": len(seeds), "seed": seeds, "num_threads": min(len(seeds), num_cores())}
+                self.vector = importlib.import_module("envpool").make_gymnasium(args.env_id, **settings)
+                self.observation_space, self.action_space = self.vector.observation_space, self.vector.action_space
+            else:
+                # A record instead of the id, since what this file registers is unknown in a worker process
+                env_fns = [partial(make_env, gym.registry.get(args.env_id, args.env_id), settings)] * len(seeds)
+                self.vector = (SyncEnvs if in_process else worker_envs)(env_fns)
+                self.observation_space = self.vector.single_observation_space
+                self.action_space = self.vector.single_action_space
+            self.obs_dim = gym.spaces.flatdim(self.observation_space)
+        except Exception as error:  # whatever a constructor brings up
+            fail(f"can't make environment {args.env_id}: {type(error).__name__}: {error}")
+        self.action_shape = (len(seeds), *self.action_space.shape)
+        where = "threads" if self.backend == "envpool" else "this process" if in_process else "worker processes"
+        self.summary = f"environments: {len(seeds)} by {self.backend}, in {where}"
+        warn_of_pixels(self.observation_space, self.obs_dim)
+
+    def flatten(self, obs) -> np.ndarray:
+        if isinstance(self.observation_space, gym.spaces.Box):
+            return obs.reshape(self.num_envs, -1)
+        rows = [{key: obs[key][i] for key in obs} for i in range(self.num_envs)] if isinstance(obs, dict) else obs
+        return np.stack([gym.spaces.flatten(self.observation_space, row) for row in rows])
+
+    def reset(self) -> np.ndarray:
+        """Start an episode in each environment -> observation (N, O)."""
+        try:
+            obs, _ = self.vector.reset() if self.backend == "envpool" else self.vector.reset(seed=self.seeds)
+            obs = self.flatten(obs)
+            check_finite(obs, np.zeros(1), np.zeros(len(obs), dtype=bool))
+        except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
+            self.stop(self.explain(error))
+        return obs
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Step each environment: action -> observation (N, O), reward (N,), terminated (N,), truncated (N,)."""
+        try:
+            obs, reward, terminated, truncated, infos = self.vector.step(action.reshape(self.action_shape))
+            obs = self.flatten(obs)
+            check_finite(obs, reward, terminated)
+        except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
+            self.stop(self.explain(error))
+        if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
+            self.note_ends(infos, terminated | truncated)
+        return obs, reward, terminated, truncated
+
+    def explain(self, error: Exception) -> str:
+        """What broke, in one line; an environment's traceback is printed."""
+        if not isinstance(error, EOFError | ConnectionError):
+            traceback.print_exception(error)
+            return f"{type(error).__name__}: {error}"
+        self.vector.closed = True  # else, at exit, it would wait for the answer of the dead
+        time.sleep(0.1)  # until its exit code is there
+        dead = [f"{i} (exit code {p.exitcode})" for i, p in enumerate(self.vector.processes) if not p.is_alive()]
+        return f"environment worker {', '.join(dead)} died"
+
+    def note_ends(self, infos, done: np.ndarray) -> None:
+        """Keep the numbers that `info` holds of each episode that ended, for the log."""
+        for i in np.flatnonzero(done):
+            if isinstance(infos, list):
+                info = infos[i]
+            else:  # arrays (N, ...); of worker processes, `_key` says which environments have that key
+                arrays = {key: x for key, x in infos.items() if np.ndim(x) and infos.get(f"_{key}", done)[i]}
+                info = {key: x[i] for key, x in arrays.items()}
+            for key, value in numbers_in(info).items():
+                self.infos[key].append(value)
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):  # a worker may be dead
+            self.vector.close()
+
+
+class LockStep:
+    """All environments of a runner step together, so step t of all is one place in arrays (T, V, ...)."""
+
+    def __init__(self, envs: Envs):
+        self.step_all, self.waits = envs.step, True
+
+    def begin(self) -> int:
+        return 0
+
+    def step(self, t: int, action: np.ndarray, num_steps: int):
+        """Where results belong, where their observations do, who acts next (None at the end); and the results."""
+        return t, t + 1, t + 1 if t + 1 < num_steps else None, self.step_all(action)
+
+
+class FirstReady:
+    """Environments in worker processes, of which each steps as soon as it has an action: none waits for another.
+
+    So each has its own t; places in arrays (T, V, ...) are (steps, environments). It talks to Gymnasium's workers.
+    """
+
+    def __init__(self, envs: Envs):
+        self.envs, self.pipes, self.waits = envs, dict(enumerate(envs.vector.parent_pipes)), False
+
+    def begin(self) -> tuple[np.ndarray, np.ndarray]:
+        self.count, self.busy = np.zeros(self.envs.num_envs, dtype=int), {}
+        return self.count.copy(), np.arange(self.envs.num_envs)
+
+    def step(self, place: tuple[np.ndarray, np.ndarray], action: np.ndarray, num_steps: int):
+        """As that of `LockStep`, with the results of those environments that are ready."""
+        try:
+            for env, row in zip(place[1], action.reshape(-1, *self.envs.action_shape[1:]), strict=True):
+                self.pipes[env].send(("step", row))
+                self.busy[self.pipes[env]] = env
+            ready = np.array(sorted(self.busy.pop(pipe) for pipe in multiprocessing.connection.wait(list(self.busy))))
+            rows, successes = zip(*(self.pipes[env].recv() for env in ready), strict=True)
+            if not all(successes):
+                failed = dict(zip(ready, successes, strict=True))
+                self.envs.vector._raise_if_errors([failed.get(env, True) for env in self.pipes])
+            _, reward, terminated, truncated, infos = zip(*rows, strict=True)
+            obs = self.envs.vector.observations[ready]
+            reward, terminated, truncated = np.array(reward, float), np.array(terminated), np.array(truncated)
+            check_finite(obs, reward, terminated)
+        except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
+            self.envs.stop(self.envs.explain(error))
+        self.envs.note_ends(list(infos), terminated | truncated)
+        before = self.count[ready]
+        self.count[ready] += 1
+        more = ready[self.count[ready] < num_steps]
+        following = (self.count[more], more) if self.count.min() < num_steps else None
+        return (before, ready), (before + 1, ready), following, (obs, reward, terminated, truncated)
+
+
+def sees_frames(space: gym.Space) -> bool:
+    """Whether observations are stacks of frames of 84 x 84 bytes, as EnvPool's Atari games give them."""
+    return isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and space.shape[1:] == (84, 84)
+
+
+def warn_of_pixels(space: gym.Space, obs_dim: int) -> None:
+    if space.dtype == np.uint8 and obs_dim > 1000 and not sees_frames(space):
+        print("note: these pixels go into an MLP; frames of 84 x 84 would go into convolutions", file=sys.stderr)
+
+
+def check_actions(args: Args, space: gym.Space) -> None:
+    if not isinstance(space, gym.spaces.Discrete) and (space.dtype is None or space.dtype.kind != "f"):
+        fail(f"{args.env_id} has actions {space}; this script takes Discrete or float actions")
+
+
+def get_weights(module: nn.Module) -> np.ndarray:
+    """All weights as one vector (P,), which is what goes to runners."""
+    return torch.cat([weight.detach().reshape(-1) for weight in module.parameters()]).cpu().numpy()
+
+
+@torch.no_grad()
+def set_weights(module: nn.Module, vector: np.ndarray) -> None:
+    weights = list(module.parameters())
+    parts = torch.tensor(vector, device=weights[0].device).split([weight.numel() for weight in weights])
+    torch._foreach_copy_(weights, [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)])
+
+
+def open_envs(args: Args, seeds: list[int]) -> Envs:
+    """The environments of a runner, by the backend that is faster for so many."""
+    in_process = runs_in_process(replace(args, async_envs=True), len(seeds))
+    backend = choose_backend(args.env_id, args.env_backend, in_process)
+    envs = Envs(replace(args, env_backend=backend), seeds)
+    check_actions(args, envs.action_space)
+    if args.norm_obs and sees_frames(envs.observation_space):
+        fail("--norm-obs is for vectors; frames are divided by 255 as they are")
+    return envs
+
+
+def moments(norm: RunningNorm) -> tuple[int, np.ndarray, np.ndarray]:
+    return norm.count, norm.mean, norm.squares
+
+
+def set_moments(norm: RunningNorm, count: int = 0, mean: np.ndarray = 0.0, squares: np.ndarray = 0.0) -> None:
+    """Put other statistics in the place of these; by default those of no rows."""
+    norm.count, norm.mean, norm.squares = count, np.zeros_like(norm.mean) + mean, np.zeros_like(norm.mean) + squares
+
+
+def to_batch(fragments: list[tuple[np.ndarray, ...]], device: torch.device) -> list[Tensor]:
+    """Fragments (T, V, ...) side by side, on the device: (T, N, ...)."""
+    return [torch.from_numpy(np.concatenate(parts, axis=1)).to(device) for parts in zip(*fragments, strict=True)]
+
+
+def merge(norm: RunningNorm, count: int, mean: np.ndarray, squares: np.ndarray) -> None:
+    """Add to the statistics those of other rows, as if they had been seen here: Chan, Golub & LeVeque (1979)."""
+    if count:
+        share, delta = count / (norm.count + count), mean - norm.mean
+        norm.squares = norm.squares + squares + delta**2 * norm.count * share
+        norm.mean, norm.count = norm.mean + delta * share, norm.count + count
+
+
+def draw_permutations(args: Args, num_steps: int, num_rows: int) -> Tensor:
+    """The orders in which all learners go through their rows after so many steps of Adam: (E, K, M)."""
+    generator = torch.Generator().manual_seed(args.seed % 2**32 * 2**31 + num_steps)
+    orders = [torch.randperm(num_rows, generator=generator) for _ in range(args.update_epochs)]
+    return torch.stack(orders).view(args.update_epochs, args.num_minibatches, -1)
+
+
+def spread_of(advantage: Tensor, valid: Tensor, norm_adv: bool, add_up=None) -> Tensor:
+    """Mean and standard deviation of the advantages in each minibatch, over all learners: (E, K, M) -> (E, K, 2)."""
+    if not norm_adv:
+        return advantage.new_tensor([0.0, 1.0]).expand(*advantage.shape[:2], 2)
+    x, weight = advantage.double(), valid.double()  # as a difference of squares needs it
+    sums = torch.stack([weight, weight * x, weight * x.square()]).sum(3)
+    count, total, squares = add_up(sums) if add_up else sums
+    mean = total / count.clamp(min=1)
+    variance = (squares - mean.square() * count).clamp(min=0) / (count - 1).clamp(min=1)
+    return torch.stack([mean, variance.sqrt()], 2).to(advantage.dtype)
+
+
+class Clock:
+    """What time is spent on: each lap adds the seconds since the one before to a name, and returns them."""
+
+    def __init__(self):
+        self.seconds, self.last = defaultdict(float), time.perf_counter()
+
+    def lap(self, name: str) -> float:
+        now = time.perf_counter()
+        spent, self.last = now - self.last, now
+        self.seconds[name] += spent
+        return spent
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        self.seconds[source] -= seconds
+        self.seconds[target] += seconds
+
+
+def take(counts: dict) -> dict:
+    """What a dictionary holds, which is empty after that."""
+    return {name: counts.pop(name) for name in list(counts)}
+
+
+def time_of_resets(spent: np.ndarray, is_reset: np.ndarray) -> float:
+    """The seconds (T,) by which steps of environments with a reset among them (T, V) took longer than the others."""
+    has_reset = is_reset.any(1)
+    if not has_reset.any() or has_reset.all():
+        return 0.0
+    return float(np.clip(spent[has_reset] - spent[~has_reset].mean(), 0, None).sum())
+
+
+class Runners:
+    """What the learner sees of its runners, wherever they are."""
+
+    SHARES = ("env_step", "env_reset", "inference", "runners_waiting", "learner_waiting", "learning", "weights")
+
+    def __init__(self, args: Args, run: "Run"):
+        self.args, self.run = args, run
+        self.infos, self.stop = defaultdict(list), fail  # `Run.open` puts a gentler way to stop here
+        self.seeds = run.env_seeds(max(1, args.num_runners) * args.envs_per_runner)
+        self.clock, self.seconds, self.staleness, self.queue = Clock(), defaultdict(float), [], []
+        self.alive, self.restarts, self.late = set(), 0, 0
+
+    def note(self, report: dict) -> None:
+        """Count what a fragment brings."""
+        self.run.step += report["steps"]
+        self.run.episodes += report["episodes"]
+        self.staleness.append(self.run.num_updates - report["version"])
+        for name, seconds in report["seconds"].items():
+            self.seconds[name] += seconds
+        for name, values in report["infos"].items():
+            self.infos[name] += values
+
+    def metrics(self) -> dict[str, float]:
+        """Since the last line of the log. The shares of the time of all processes sum to 100 %."""
+        for name, seconds in take(self.clock.seconds).items():
+            self.seconds[name] += seconds
+        total, seconds = sum(self.seconds.values()), take(self.seconds)
+        shares = {f"time/{name}": 100 * seconds.get(name, 0.0) / total for name in self.SHARES}
+        counts = {"alive": len(self.alive), "restarts": self.restarts, "late": self.late}
+        counts["queue"] = float(np.mean(self.queue))
+        staleness = {"staleness": float(np.mean(self.staleness)), "staleness_max": max(self.staleness)}
+        self.queue, self.staleness = [], []
+        return {f"runners/{name}": x for name, x in (counts | staleness).items()} | shares
+
+
+class OneRunner(Runners):
+    """The only runner, in this process: fragments and updates follow each other."""
+
+    def __init__(self, args: Args, run: "Run"):
+        super().__init__(args, run)
+        if args.num_learners > 1:
+            fail("--num-learners is for --num-runners 1 or more")
+        self.runner, self.alive = Runner(args, self.seeds), {0}
+        self.envs, self.clock = self.runner.envs, self.runner.clock  # one clock, as nobody waits
+        self.spaces = self.envs.observation_space, self.envs.action_space
+        self.backend, self.close = self.envs.backend, self.envs.close
+
+    def publish(self, *weights) -> None:
+        self.weights = weights
+
+    def collect(self, batch_fragments: int, _num_learners: int) -> tuple[tuple, tuple]:
+        self.clock.lap("learning")
+        self.envs.stop, found = self.stop, []
+        for _ in range(batch_fragments):
+            self.run.stop_if_asked()
+            found.append(self.runner.sample(*self.weights))
+            self.note(found[-1][0])
+        self.queue.append(0)
+        return tuple(zip(*found, strict=True))
+
+
+def start_ray(args: Args):
+    """Join the cluster of --ray-address, or start Ray on this machine -> its module; SystemExit(2) where that fails."""
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"} | os.environ
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError:
+        fail("--num-runners needs Ray (pip install -r requirements/requirements-ray.txt); --num-runners 0 does without")
+    others = max(0, args.num_learners - 1)
+    needs = {"CPU": args.num_runners * args.cpus_per_runner + others * args.cpus_per_learner}
+    needs["GPU"] = args.num_runners * args.gpus_per_runner + others * args.gpus_per_learner
+    has = {"CPU": needs["CPU"], "GPU": torch.cuda.device_count()}  # here, more runners than cores take turns
+    settings = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    try:
+        if args.ray_address not in (None, "auto"):  # Ray itself would wait for minutes
+            host, _, port = args.ray_address.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=5).close()
+        if not ray.is_initialized() and (args.ray_address or needs["GPU"] <= has["GPU"]):
+            local = {"address": "local", "num_cpus": max(num_cores(), math.ceil(needs["CPU"]))}
+            ray.init(**settings, **({"address": args.ray_address} if args.ray_address else local))
+    except Exception as error:
+        fail(f"can't use Ray, --ray-address {args.ray_address}: {type(error).__name__}: {error}")
+    has = ray.cluster_resources() if ray.is_initialized() else has
+    for name, need in needs.items():
+        if need > has.get(name, 0):
+            fail(f"runners and learners need {need:g} {name}s, the cluster has {has.get(name, 0):g}")
+    if __name__ != "__main__":
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # this text is the one that all processes run
+    return ray
+
+
+def versions() -> dict[str, str]:
+    """Of what runners and learners must agree on."""
+    names = ("torch", "numpy", "gymnasium", "envpool", "ray")
+    return {"python": sys.version.split()[0]} | {name: version(name).partition("+")[0] for name in names}
+
+
+class RemoteRunner:
+    """A runner in a process of Ray's. An environment that breaks is an exception of `sample`."""
+
+    def __init__(self, args: Args, seeds: list[int], spec: gym.envs.registration.EnvSpec | None):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the learner's
+        torch.set_num_threads(max(1, int(args.cpus_per_runner)))
+        if spec is not None:
+            gym.registry.setdefault(spec.id, spec)  # as the learner's file may have registered it
+        self.parts = args, seeds
+
+    def open(self) -> dict:
+        """Make the environments -> what the learner must know."""
+        with contextlib.redirect_stderr(io.StringIO()) as output:
+            try:
+                self.runner = Runner(*self.parts)
+            except SystemExit:
+                raise RuntimeError(output.getvalue().strip().splitlines()[-1].removeprefix("error: ")) from None
+        envs, node = self.runner.envs, importlib.import_module("ray").util.get_node_ip_address()
+        envs.stop = self.give_up
+        news = {"spaces": (envs.observation_space, envs.action_space), "backend": envs.backend}
+        return news | {"versions": versions(), "place": f"process {os.getpid()} on {node}"}
+
+    def give_up(self, message: str) -> NoReturn:
+        raise RuntimeError(message)
+
+    def sample(self, *weights) -> tuple[dict, tuple[np.ndarray, ...]]:
+        return self.runner.sample(*weights)
+
+
+class RayRunners(Runners):
+    """Runners as actors of Ray, wherever in the cluster there is room.
+
+    By default each is asked for two fragments: it works at one, and need not wait for the learner to begin the next,
+    but never runs far ahead. With --rollout first-ready it is asked for the next when one has come, and what is older
+    than one update is left out; with batched, each brings one by the newest weights, and all are waited for.
+
+    A runner that dies, or whose environment raises, is replaced by another, with new seeds; what it was asked for is
+    lost. The learner goes on with what the others bring.
+    """
+
+    def __init__(self, args: Args, run: "Run"):
+        super().__init__(args, run)
+        choose_backend(args.env_id, args.env_backend, in_process=False)  # a typing error is found before Ray starts
+        self.own_ray, self.ray = "ray" not in sys.modules or not sys.modules["ray"].is_initialized(), start_ray(args)
+        place = {"num_cpus": args.cpus_per_runner, "num_gpus": args.gpus_per_runner, "scheduling_strategy": "SPREAD"}
+        self.remote, self.actors, self.places, self.weights = self.ray.remote(**place)(RemoteRunner), {}, {}, None
+        asking = {"batched": (1, 0), "first-ready": (1, 1)}
+        self.ahead, self.most_stale = asking.get(getattr(args, "rollout", None), (2, math.inf))
+        self.in_flight = {}  # what will be a runner's report -> whose, and what will be the fragment that it is about
+        self.failures = [0] * args.num_runners  # in a row
+        self.deadline = time.monotonic() + args.fragment_timeout
+        for index in range(args.num_runners):
+            self.start(index)
+        while len(self.alive) < (1 if self.most_stale else args.num_runners):
+            for reference in self.ready():
+                self.hear(reference)
+
+    def start(self, index: int) -> None:
+        """Let Ray start a runner; after the death of one, with seeds that none has had."""
+        seeds = self.seeds[index * self.args.envs_per_runner :][: self.args.envs_per_runner]
+        if self.restarts:
+            seeds = (np.random.SeedSequence([*seeds, self.restarts]).generate_state(len(seeds)) >> 1).tolist()
+        self.actors[index] = self.remote.remote(self.args, seeds, gym.registry.get(self.args.env_id))
+        self.in_flight[self.actors[index].open.remote()] = index, None
+
+    def admit(self, index: int, news: dict) -> None:
+        """Let a runner that has made its environments take part."""
+        own = versions()
+        differ = [f"{name} {x}, here it is {own[name]}" for name, x in news["versions"].items() if x != own[name]]
+        if differ:
+            self.stop(f"runner {index} ({news['place']}) has {'; '.join(differ)}")
+        self.places[index], self.spaces, self.backend = news["place"], news["spaces"], news["backend"]
+        self.alive.add(index)
+        self.ask(index, self.ahead)
+
+    def ask(self, index: int, count: int) -> None:
+        """Let so many fragments be asked of a runner, by the newest weights."""
+        asked = sum(other == index for other, _ in self.in_flight.values())
+        for _ in range(count - asked if self.weights else 0):
+            report, fragment = self.actors[index].sample.options(num_returns=2).remote(*self.weights)
+            self.in_flight[report] = index, fragment
+
+    def publish(self, version: int, weights: np.ndarray, *others) -> None:
+        """Ask by these weights from now on. A small vector goes along with each question, a large one is put once."""
+        self.clock.lap("learning")
+        self.weights = version, weights if weights.nbytes < 100_000 else self.ray.put(weights), *others
+        for index in self.alive:
+            self.ask(index, self.ahead)
+        self.clock.lap("weights")
+
+    def ready(self) -> list:
+        """References of what runners have done, in the order in which they were asked; within half a second."""
+        references = list(self.in_flight)
+        ready, _ = self.ray.wait(references, num_returns=len(references), timeout=0)
+        self.queue.append(len(ready))
+        if not ready and time.monotonic() > self.deadline:
+            self.stop(f"no runner has done anything for {self.args.fragment_timeout:g} s; {len(self.alive)} are alive")
+        return ready or self.ray.wait(references, num_returns=1, timeout=0.5)[0]
+
+    def hear(self, reference, found: list | None = None, num_ours: int = 0) -> None:
+        """Take what a runner has done: a fragment goes to a free place in `found`, with its report.
+
+        Those for other learners, after the first `num_ours` places, stay references.
+        """
+        index, fragment = self.in_flight.pop(reference, (None, None))
+        if index is None:
+            return  # the runner has been buried meanwhile
+        try:
+            news = self.ray.get(reference)
+            is_late = fragment is not None and self.run.num_updates - news["version"] > self.most_stale
+            if fragment is not None and not is_late:
+                place = index if not self.most_stale and found[index] is None else found.index(None)
+                found[place] = news, self.ray.get(fragment) if place < num_ours else fragment
+        except self.ray.exceptions.RayError as error:
+            self.bury(index, error)
+            return
+        self.deadline = time.monotonic() + self.args.fragment_timeout
+        if fragment is None:
+            self.admit(index, news)
+            return
+        self.failures[index] = 0
+        self.late += is_late
+        if self.most_stale:
+            self.ask(index, 1)
+
+    def collect(self, batch_fragments: int, num_learners: int) -> tuple[tuple, tuple]:
+        """Reports and fragments, first those for this learner's batch; references to those for the others."""
+        self.clock.lap("learning")
+        found = [None] * (batch_fragments * num_learners)
+        while None in found:
+            self.run.stop_if_asked()
+            for reference in self.ready()[: found.count(None)]:
+                self.hear(reference, found, batch_fragments)
+            asked = sum(fragment is not None for _, fragment in self.in_flight.values())
+            idle = sorted(self.alive - {index for index, _ in self.in_flight.values()})
+            for index in idle[: max(0, found.count(None) - asked)]:
+                self.ask(index, 1)  # in the place of one that has died
+        for report, _ in found:
+            self.note(report)
+        self.clock.lap("learner_waiting")
+        return tuple(zip(*found, strict=True))
+
+    def bury(self, index: int, error: Exception) -> None:
+        """Replace a runner that died, or broke; but end the run if one does so again and again."""
+        cause, details = getattr(error, "cause", None), str(error).partition("exit detail: ")[2]
+        name = "" if type(cause) is RuntimeError else f"{type(cause or error).__name__}: "
+        summary = " ".join(f"{name}{cause or details.partition('. ')[0] or error}".split())
+        if cause is not None and not self.alive and not self.restarts:
+            fail(summary)
+        death = f"runner {index} ({self.places.pop(index, 'not yet up')}) died: {summary}"
+        self.alive.discard(index)
+        self.in_flight = {x: (other, fragment) for x, (other, fragment) in self.in_flight.items() if other != index}
+        self.ray.kill(self.actors[index])
+        self.failures[index] += 1
+        if self.failures[index] == 3:
+            self.stop(f"{death}; so it did 3 times without a fragment in between")
+        if self.restarts == self.args.runner_restarts:
+            self.stop(f"{death}; --runner-restarts {self.restarts} are used up")
+        self.restarts += 1
+        tqdm.write(f"{death}; restart {self.restarts}", file=sys.stderr)
+        self.start(index)
+
+    def close(self) -> None:
+        for actor in self.actors.values():
+            self.ray.kill(actor)
+        if self.own_ray:
+            self.ray.shutdown()
+
+
+class RemoteLearner:
+    """A learner in a process of Ray's, in step with the first one."""
+
+    def __init__(self, args: Args, rank: int, spaces: tuple[gym.Space, gym.Space]):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.args, self.rank, self.device = args, rank, torch.device("cuda" if args.gpus_per_learner else "cpu")
+        self.agent, self.optimizer, self.learn_from = make_learner(args, *spaces, self.device, add_up)
+
+    def join(self, address: tuple[str, int], states: list[dict], num_threads: int) -> None:
+        torch.set_num_threads(num_threads)  # another number may add up in another order
+        join_learners(self.args, self.rank, self.device, torch.distributed.TCPStore(*address, self.args.num_learners))
+        for part, state in zip((self.agent, self.optimizer), states, strict=True):
+            part.load_state_dict(state)
+
+    def learn(self, learning_rate: float, *fragments: tuple[np.ndarray, ...]) -> None:
+        self.optimizer.learning_rate.fill_(learning_rate)
+        self.learn_from(fragments)
+
+
+def add_up(sums: Tensor) -> Tensor:
+    """Add up a vector over all learners, in place. All get the same bits."""
+    torch.distributed.all_reduce(sums)
+    return sums
+
+
+def join_learners(args: Args, rank: int, device: torch.device, store) -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    settings = {"rank": rank, "world_size": args.num_learners, "timeout": timedelta(seconds=args.fragment_timeout)}
+    torch.distributed.init_process_group(backend, store=store, **settings)
+
+
+class OtherLearners:
+    """The learners but for this one, as actors of Ray; with --num-learners 1 there are none."""
+
+    def __init__(self, args: Args, runners: Runners):
+        self.args, self.runners, self.actors, self.results = args, runners, [], []
+        self.add_up = partial(self.together, add_up)
+        for module in [x for x in sys.modules.values() if type(x).__name__ == "ConfigModuleInstance"]:
+            # PyTorch's, which `compiled` refers to; other modules can be pickled
+            copyreg.pickle(type(module), lambda module: (importlib.import_module, (module.__name__,)))
+        for rank in range(1, args.num_learners):
+            learner = runners.ray.remote(num_cpus=args.cpus_per_learner, num_gpus=args.gpus_per_learner)(RemoteLearner)
+            self.actors.append(learner.remote(args, rank, runners.spaces))
+            runners.actors[-rank] = self.actors[-1]  # ends with them
+
+    def join(self, device: torch.device, *parts: nn.Module) -> None:
+        """Connect the learners, and let them have the same weights and state."""
+        if not self.actors:
+            return
+        host = self.runners.ray.util.get_node_ip_address()
+        store = torch.distributed.TCPStore(host, 0, self.args.num_learners, is_master=True, wait_for_workers=False)
+        states = [{name: x.cpu() for name, x in part.state_dict().items()} for part in parts]
+        message = (host, store.port), states, torch.get_num_threads()
+        self.results = [actor.join.remote(*message) for actor in self.actors]
+        self.together(join_learners, self.args, 0, device, store)
+
+    def update(self, learning_rate: Tensor, fragments: list) -> None:
+        """Let each take its share of fragments; the update is done together with this learner's own."""
+        self.check(timeout=0)
+        size = len(fragments) // max(1, len(self.actors))
+        shares = [fragments[i * size : (i + 1) * size] for i in range(len(self.actors))]
+        rate = float(learning_rate) if self.actors else None
+        self.results += [x.learn.remote(rate, *share) for x, share in zip(self.actors, shares, strict=True)]
+
+    def check(self, timeout: float) -> None:
+        """End the run, if one of them has failed."""
+        if not self.results:
+            return
+        ray, count = self.runners.ray, len(self.results)
+        done, self.results = ray.wait(self.results, num_returns=count, timeout=timeout)
+        try:
+            ray.get(done)
+        except ray.exceptions.RayError as error:
+            self.runners.stop(f"a learner died: {' '.join(str(error).split())[-500:]}")
+
+    def together(self, function, *arguments):
+        """Call what needs all learners; end the run if one is missing."""
+        try:
+            return function(*arguments)
+        except RuntimeError as error:
+            self.check(timeout=2)
+            self.runners.stop(f"the learners lost each other: {' '.join(str(error).split())}")
+
+
+def rollout_sizes(args: Args, num_envs: int) -> tuple[int, int]:
+    """Rows of a rollout, and how many rollouts make a run; SystemExit(2) if these do not come out even."""
+    batch_size = num_envs * args.num_steps
+    if batch_size % args.num_minibatches:
+        fail(f"num_envs * num_steps = {batch_size} rows can't be divided into {args.num_minibatches} equal minibatches")
+    if args.total_timesteps < batch_size:
+        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout, {batch_size} steps")
+    return batch_size, args.total_timesteps // batch_size
+
+
+def validate(args: Args) -> torch.device:
+    """Refuse settings that can't work, before any work is done; returns the device to learn on."""
+    for name, value in asdict(args).items():
+        least, most = LIMITS.get(name, (int(type(value) is int), math.inf))
+        if type(value) in (int, float) and not (least <= value <= most and math.isfinite(value)):
+            bound = f" and at most {most}" if most < math.inf else " and finite" * (type(value) is float)
+            fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}")
+    try:
+        device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("it must be auto, cpu, cuda or cuda:N")
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        fail(f"--device {args.device}: {error}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # CUDA graphs are recorded on the current device
+    return device
+
+
+def typed_flags() -> list[str]:
+    """What was typed, CleanRL's --cuda as ours; SystemExit(2) at its flags that are not here, with what there is."""
+    words = [{"--cuda": "--device=auto", "--no-cuda": "--device=cpu"}.get(word, word) for word in sys.argv[1:]]
+    instead = {"--torch-deterministic": "runs on a CPU always are", "--save-model": "each run leaves checkpoint.pt"}
+    instead["--capture-video"] = "./run.sh evaluate RUN_DIR --video FILE.mp4"
+    for flag in [word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in words]:
+        if flag in instead:
+            fail(f"{flag} is a flag of CleanRL's; here {instead[flag]}")
+    return words
+
+
+def load_checkpoint(args: Args) -> tuple[Args, dict]:
+    """The settings and the checkpoint of the run to resume; without --resume the settings as they are, and nothing."""
+    if args.resume is None:
+        return args, {}
+    try:
+        # Mapped, not read: a replay buffer goes from the file straight to its place
+        checkpoint = torch.load(Path(args.resume, "checkpoint.pt"), map_location="cpu", weights_only=True, mmap=True)
+        if checkpoint["script"] != Path(__file__).name:
+            raise ValueError(f"this is a run of {checkpoint['script']}")
+        saved = Args(**checkpoint["args"])
+    except Exception as error:  # whatever unpickling a broken file brings up
+        fail(f"can't resume {args.resume}: {type(error).__name__}: {error}")
+    typed = {word.partition("=")[0].lstrip("-").replace("-", "_").removeprefix("no_") for word in sys.argv[1:]}
+    defaults = {field.name: field.default for field in fields(Args)}
+    given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
+    for name, value in given.items():
+        may_change = name in ("resume", "device") or (name == "total_timesteps" and value > saved.total_timesteps)
+        if value != getattr(saved, name) and not may_change:
+            fail(f"--{name.replace('_', '-')}: a resumed run keeps its settings, but for a longer --total-timesteps")
+    if given.get("total_timesteps", saved.total_timesteps) != saved.total_timesteps:
+        print("what is annealed over the run now follows the new --total-timesteps", file=sys.stderr)
+    return replace(saved, **given), checkpoint
+
+
+class Run:
+    """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
+
+    At the first SIGINT or SIGTERM `stopped_by` is set, and the loop is to end. The second one kills.
+    """
+
+    def __init__(self, args: Args):
+        """Take up the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
+        self.args, self.checkpoint = load_checkpoint(args)
+        self.device = validate(self.args)
+        counters = (self.checkpoint.get(name, 0) for name in ("global_step", "iteration", "num_updates", "seconds"))
+        self.step, self.iteration, self.num_updates, self.seconds = counters
+        self.logged_step = self.saved_step = self.first_step = self.step
+        self.episodes, self.returns, self.stopped_by = [], deque(maxlen=100), None
+        self.checkpoint_every = self.args.checkpoint_every or max(1, self.args.total_timesteps // 10)
+        random.seed(self.args.seed)
+        np.random.seed(self.args.seed % 2**32)
+        torch.manual_seed(self.args.seed)
+
+    def env_seeds(self, num_envs: int) -> list[int]:
+        """A seed for each environment: 31 bits, as EnvPool takes them. No other run has it, nor had this one before."""
+        return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
+
+    def restore(self) -> None:
+        """Load state and random numbers from the checkpoint."""
+        try:
+            for name, part in self.state.items():
+                part.load_state_dict(self.checkpoint[name])
+        except (KeyError, RuntimeError) as error:
+            fail(f"can't resume {self.args.resume}: its checkpoint is of another version of this file: {error}")
+        rng = self.checkpoint["rng"]
+        random.setstate(rng["python"])
+        np.random.set_state(tuple(rng["numpy"]))
+        torch.set_rng_state(rng["torch"])
+        if self.device.type == "cuda" and rng["cuda"] is not None:
+            torch.cuda.set_rng_state(rng["cuda"])
+        self.checkpoint = None  # frees a replay buffer
+
+    def open(self, envs, **state) -> None:
+        """Load the parts of `state` from a checkpoint, to which they will be saved; open the run's folder."""
+        self.envs, self.state, envs.stop = envs, state, self.close
+        if self.checkpoint:
+            self.restore()
+        self.keep_rng()
+        name = f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}__{int(time.time())}"
+        self.dir = Path(self.args.resume or self.args.run_dir or "runs/" + name.replace("/", "_").replace(":", "_"))
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            if not self.args.resume and any(self.dir.iterdir()):
+                fail(f"the run folder {self.dir} is not empty; --resume goes on with a run")
+            self.open_files()
+        except (OSError, ImportError, ValueError) as error:
+            fail(f"can't use the run folder {self.dir}: {error}")
+        if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
+            print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
+        if getattr(self.args, "learning_starts", 0) >= self.args.total_timesteps:
+            print("note: the run is over before --learning-starts: nothing will be learnt", file=sys.stderr)
+        print(getattr(envs, "summary", f"environments: {self.args.env_id}"), file=sys.stderr)
+        self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
+        total, initial = self.args.total_timesteps, self.step
+        self.bar = tqdm(total=total, initial=initial, unit=" steps", unit_scale=True, disable=None)
+        self.start_time = time.perf_counter() - self.seconds
+
+    def open_files(self) -> None:
+        """Write the configuration or, to resume, cut the log back to the checkpoint; then open the log to append."""
+        log, config, lines = self.dir / "metrics.jsonl", self.dir / "config.json", []
+        git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
+        commit = subprocess.getoutput(git) or None
+        if not self.args.resume:
+            packages = ("torch", "tensordict", "gymnasium", "envpool", "numpy")
+            values = {
+                "script": Path(__file__).name,
+                "args": asdict(self.args),
+                "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
+                "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
+                "cores": num_cores(),
+                "env_backend": getattr(self.envs, "backend", None),
+                "matmul_precision": torch.get_float32_matmul_precision(),
+                "commit": commit,
+            }
+        else:
+            values = json.loads(config.read_text())
+            values["resumed"] = [*values.get("resumed", []), {"global_step": self.step, "commit": commit}]
+        values.setdefault("id", os.urandom(8).hex())  # in Weights & Biases
+        config.write_text(json.dumps(values, indent=2) + "\n")
+        for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line is left out
+                lines += [line + "\n"] if json.loads(line)["global_step"] <= self.step else []
+        log.with_suffix(".tmp").write_text("".join(lines))
+        log.with_suffix(".tmp").replace(log)
+        self.file, self.writer = log.open("a", buffering=1), None
+        if self.args.track:
+            import wandb
+
+            names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.dir.name}
+            wandb.init(**names, id=values["id"], resume="allow", config=asdict(self.args), sync_tensorboard=True)
+        if self.args.tensorboard or self.args.track:
+            from torch.utils.tensorboard import SummaryWriter  # takes a second
+
+            self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if self.args.resume else None)
+
+    def on_signal(self, signum: int, _frame) -> None:
+        self.stopped_by = signum
+        signal.signal(signum, signal.SIG_DFL)
+
+    def keep_rng(self) -> None:
+        """Note the random state as of now: a rollout that is broken off has drawn numbers which must not count."""
+        name, keys, *rest = np.random.get_state()
+        self.rng = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state()}
+        self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Write a line, with the means over the episodes that ended since the last one; save if a checkpoint is due."""
+        seconds = time.perf_counter() - self.start_time
+        metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
+        if self.episodes:
+            self.returns.extend(episode_return for episode_return, _ in self.episodes)
+            means = np.mean(self.episodes, axis=0).tolist()
+            metrics["charts/episodic_return"], metrics["charts/episodic_length"] = means
+            metrics["charts/episodes"] = len(self.episodes)
+        metrics |= {f"info/{key}": sum(values) / len(values) for key, values in self.envs.infos.items()}
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                sys.exit(f"error: {name} is {value} at step {self.step}; the last checkpoint is from {self.saved_step}")
+            if self.writer:
+                self.writer.add_scalar(name, value, self.step)
+        try:
+            self.file.write(json.dumps({"global_step": self.step, "seconds": round(seconds, 3), **metrics}) + "\n")
+        except OSError as error:
+            sys.exit(f"error: can't write the log: {error}; the last checkpoint is from {self.saved_step}")
+        self.bar.set_postfix({"return": f"{np.mean(self.returns or [math.nan]):.1f}"}, refresh=False)
+        self.bar.update(self.step - self.logged_step)
+        self.logged_step, self.seconds = self.step, seconds
+        self.episodes.clear()
+        self.envs.infos.clear()
+        self.keep_rng()
+        if self.step // self.checkpoint_every > self.saved_step // self.checkpoint_every:
+            self.save()
+
+    def save(self) -> None:
+        """Write the checkpoint beside the old one, then put it in its place: at any moment the disk has a whole one."""
+        state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng}
+        state |= {"script": Path(__file__).name, "args": asdict(self.args), "seconds": self.seconds}
+        state |= {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
+        new = self.dir / "checkpoint.tmp"
+        try:
+            with new.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(self.dir / "checkpoint.pt")
+        except (OSError, RuntimeError) as error:
+            new.unlink(missing_ok=True)
+            sys.exit(f"error: can't write a checkpoint: {error}; the last one is of step {self.saved_step}")
+        self.saved_step = self.step
+
+    def goes_on(self) -> bool:
+        return self.step < self.args.total_timesteps and self.stopped_by is None
+
+    def is_due(self) -> bool:
+        """Whether the log is, or a checkpoint, which comes with a line of the log, or whether this is the end."""
+        intervals = (self.args.log_every, self.checkpoint_every)
+        return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
+
+    def stop_if_asked(self) -> None:
+        """In a rollout: end the run as of its last update after a signal, since a rollout may take minutes."""
+        if self.stopped_by is not None:
+            self.close()
+
+    def close(self, error: str | None = None) -> Path:
+        """End the run: save, and say how it went; returns its folder. After an error or a signal, end the program."""
+        if self.step > self.logged_step:
+            self.log({})
+        if self.step > self.saved_step:
+            self.save()
+        self.envs.close()
+        self.bar.close()
+        self.file.close()
+        if self.writer:
+            self.writer.close()
+        for signum, handler in self.handlers.items():
+            signal.signal(signum, handler)
+        hint = f"to go on: --resume {self.dir}" if self.saved_step else "there is no checkpoint yet"
+        if error:
+            sys.exit(f"error: {error}, at step {self.step}; {hint}")
+        if self.step == self.first_step > 0 and self.stopped_by is None:
+            print("this run was finished before; a greater --total-timesteps lets it go on")
+        print(
+            f"{self.step:,} steps in {self.seconds:.1f} s, mean return of the last {len(self.returns)} episodes "
+            f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"
+        )
+        if self.stopped_by is not None:
+            print(f"stopped by a signal; {hint}", file=sys.stderr)
+            sys.exit(128 + self.stopped_by)
+        return self.dir
+
+
+if __name__ == "__main__":
+    train(tyro.cli(Args, args=typed_flags()))

@@ -1,0 +1,386 @@
+"""PPO over Ray: its statistics, its two ways to collect, its learners, and what is dead, late or slow.
+
+What plumbing does for all scripts over Ray is shown in test_impala.py: it is one text.
+"""
+
+import time
+from unittest import mock
+
+import helpers
+import numpy as np
+import pytest
+import torch
+from graph_emulator import use_graphs
+from helpers import agent_with, in_float64, load, on_ray, runners_of, without_times
+from parity import CLOSE, assert_agree, weights_of
+from torch._dynamo.utils import counters
+
+EAGER, COMPILED = "ppo_ray", "ppo_ray_torchcompile"
+SCRIPT = load(EAGER)
+SMALL = {
+    "env_id": "tiny_envs:Choose-v0", "num_runners": 0, "envs_per_runner": 2, "num_steps": 16, "total_timesteps": 384,
+    "learning_rate": 3e-3, "num_minibatches": 2, "device": "cpu", "tensorboard": False,
+}  # fmt: skip
+NORMALIZED = {"norm_obs": True, "norm_rewards": True}
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Train in this process, each time in a folder of its own: name, settings -> Outcome."""
+    folders = (tmp_path / f"run{i}" for i in range(100))
+    return lambda name=EAGER, **settings: helpers.call(name, **SMALL | {"run_dir": str(next(folders))} | settings)
+
+
+def arguments(script=SCRIPT, **settings):
+    return script.Args(**SMALL | {"num_runners": 1} | settings)
+
+
+def same(a, b) -> bool:
+    """Whether two runs are one to the last bit."""
+    return without_times(a).metrics() == without_times(b).metrics() and torch.equal(weights_of(a), weights_of(b))
+
+
+# Statistics
+
+
+NOTHING = (0, np.zeros(3), np.zeros(3)), (0, np.zeros(()), np.zeros(()))
+
+
+def runner_of(seeds: list[int], **settings):
+    """A runner, and weights for it."""
+    runner = SCRIPT.Runner(arguments(**settings), seeds)
+    torch.manual_seed(1)
+    return runner, SCRIPT.get_weights(SCRIPT.ActorCritic(runner.envs.observation_space, runner.envs.action_space))
+
+
+def test_merged_statistics_are_those_of_one_pass():
+    """Of parts of very different size and mean, one of which is empty, in any order."""
+    rng = np.random.default_rng(1)
+    parts = [rng.normal(mean, 3, (size, 2)) for mean, size in ((1e3, 1), (-5, 700), (0, 0), (1e3, 40), (2, 9000))]
+    rows = np.concatenate(parts)
+    for order in (parts, parts[::-1]):
+        norm = SCRIPT.RunningNorm((2,))
+        for part in order:
+            own = SCRIPT.RunningNorm((2,))
+            if len(part):
+                own.update(part)
+            SCRIPT.merge(norm, *SCRIPT.moments(own))
+        assert norm.count == len(rows)
+        np.testing.assert_allclose(norm.mean, rows.mean(0), rtol=1e-12)
+        np.testing.assert_allclose(norm.squares, ((rows - rows.mean(0)) ** 2).sum(0), rtol=1e-12)
+
+
+def test_statistics_do_not_depend_on_the_number_of_runners():
+    """Four environments of one runner, or one each of four: three fragments, each normalized by those before it."""
+    seeds, found = [11, 12, 13, 14], []
+    for groups in ([seeds], [[seed] for seed in seeds]):
+        runners = [runner_of(group, env_id="tiny_envs:Stream-v0", norm_obs=True) for group in groups]
+        norm, columns, raw = SCRIPT.RunningNorm((3,)), [], []
+        for version in range(3):
+            known = SCRIPT.moments(norm), NOTHING[1]
+            results = [runner.sample(version, weights, *known) for runner, weights in runners]
+            for report, _ in results:
+                SCRIPT.merge(norm, *report["moments"][0])
+            columns.append(np.concatenate([obs for _, (obs, _, _) in results], axis=1))
+            mean, std = (known[0][1], np.sqrt(known[0][2] / known[0][0] + 1e-8)) if version else (0, 1)
+            raw.append(columns[-1][1:] * std + mean)
+        rows = np.concatenate(raw).reshape(-1, 3)
+        np.testing.assert_allclose(norm.mean, rows.mean(0), atol=1e-6)
+        np.testing.assert_allclose(norm.squares, ((rows - rows.mean(0)) ** 2).sum(0), rtol=1e-5)
+        found.append((SCRIPT.moments(norm), columns))
+    for ours, theirs in zip(*(x[0] for x in found), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12)
+    for ours, theirs in zip(*(x[1] for x in found), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_rewards_are_divided_by_the_spread_of_discounted_returns():
+    """Of those that the runner knows of, its own fragment among them."""
+    (plain, weights), (scaled, _) = runner_of([1, 2]), runner_of([1, 2], norm_rewards=True)
+    norm = SCRIPT.RunningNorm(())
+    discounted, returns = np.zeros(2), []
+    for version in range(3):
+        _, (_, _, raw) = plain.sample(version, weights, *NOTHING)
+        report, (_, _, rows) = scaled.sample(version, weights, NOTHING[0], SCRIPT.moments(norm))
+        SCRIPT.merge(norm, *report["moments"][1])
+        for reward, valid in zip(raw[..., 0].astype(float), raw[..., 3], strict=True):
+            discounted = reward + 0.99 * valid * discounted
+            returns += discounted[valid == 1].tolist()
+        std = np.sqrt(np.var(returns) + 1e-8)
+        assert norm.count == len(returns) and norm.std == pytest.approx(std, rel=1e-5)
+        np.testing.assert_allclose(rows[..., 0], raw[..., 0] / std, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("learners", [1, 3])
+def test_spread_is_that_of_the_valid_rows_of_a_minibatch(learners):
+    """Of several learners: of all their rows together."""
+    generator = torch.Generator().manual_seed(1)
+    advantage = 100 + torch.randn(learners, 2, 4, 8, generator=generator, dtype=torch.float64)
+    valid = (torch.rand(learners, 2, 4, 8, generator=generator) < 0.8).double()
+    sums, add_up = [], None
+    if learners > 1:
+        for x in zip(advantage, valid, strict=True):
+            SCRIPT.spread_of(*x, True, lambda part: sums.append(part) or part)
+        add_up = mock.Mock(return_value=sum(sums))
+    found = SCRIPT.spread_of(advantage[0], valid[0], True, add_up)
+    for epoch in range(2):
+        for k in range(4):
+            rows = advantage[:, epoch, k][valid[:, epoch, k] == 1]
+            torch.testing.assert_close(found[epoch, k], torch.stack([rows.mean(), rows.std()]), rtol=1e-9, atol=0)
+    assert SCRIPT.spread_of(advantage[0], valid[0], False)[1, 3].tolist() == [0, 1]
+
+
+# Environments that do not wait for each other
+
+
+def test_environments_that_do_not_wait_bring_the_same():
+    """In worker processes, whichever is ready first: the rows of a fragment are those of lock-step."""
+    settings = {"env_id": "tiny_envs:Stream-v0", "env_backend": "gymnasium", "envs_per_runner": 3}
+    (together, weights), (ready, _) = (runner_of([1, 2, 3], async_envs=x, **settings) for x in (False, True))
+    assert isinstance(together.turns, SCRIPT.LockStep) and isinstance(ready.turns, SCRIPT.FirstReady)
+    for version in range(3):
+        (ours, a), (theirs, b) = (runner.sample(version, weights, *NOTHING) for runner in (together, ready))
+        assert ours["steps"] == theirs["steps"] and len(ours["episodes"]) == len(theirs["episodes"])
+        for x, y in zip(a, b, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    ready.envs.close()
+
+
+def test_an_environment_that_breaks_in_a_worker_is_named(tmp_path):
+    path = tmp_path / "fault"
+    settings = {"env_id": "tiny_envs:Fragile-v0", "env_kwargs": f'{{"path": "{path}"}}', "async_envs": True}
+    runner, weights = runner_of([1, 2], env_backend="gymnasium", **settings)
+    runner.envs.stop = mock.Mock(side_effect=RuntimeError)
+    path.write_text("raise")
+    with pytest.raises(RuntimeError):
+        runner.sample(0, weights, *NOTHING)
+    assert "ValueError: the simulator\nis out of order" in runner.envs.stop.call_args.args[0]
+    runner.envs.close()
+
+
+# Learning
+
+
+def naive_loss(args, agent, fragment):
+    """Equation (9) on all rows of a fragment, from GAE on, as loops say it."""
+    obs, action, rows = (torch.tensor(x) for x in fragment)
+    num_steps, num_envs = action.shape[:2]
+    output, value = agent(obs.flatten(0, 1))
+    output, value = output.view(num_steps + 1, num_envs, -1), value.view(num_steps + 1, num_envs)
+    reward, terminated, truncated, valid, old_log_prob = rows.unbind(2)
+    old_value, advantage = value.detach(), torch.zeros(num_steps, num_envs)
+    for env in range(num_envs):
+        last = 0.0
+        for t in reversed(range(num_steps)):
+            delta = reward[t, env] + args.gamma * old_value[t + 1, env] * (1 - terminated[t, env]) - old_value[t, env]
+            goes_on = 1 - max(terminated[t, env], truncated[t, env])
+            last = (delta + args.gamma * args.gae_lambda * goes_on * last) * valid[t, env]
+            advantage[t, env] = last
+    kept = [(t, env) for t in range(num_steps) for env in range(num_envs) if valid[t, env]]
+    chosen = torch.stack([advantage[x] for x in kept])
+    loss = torch.zeros(())
+    for t, env in kept:
+        a = (advantage[t, env] - chosen.mean()) / (chosen.std() + 1e-8)
+        ratio = (agent.log_prob(output[t, env], action[t, env]) - old_log_prob[t, env]).exp()
+        surrogate = min(ratio * a, ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef) * a)
+        error = (value[t, env] - (advantage[t, env] + old_value[t, env])) ** 2  # the value has not moved yet
+        loss = loss - surrogate + args.vf_coef * 0.5 * error - args.ent_coef * agent.entropy(output[t, env])
+    return loss / len(kept)
+
+
+@pytest.mark.parametrize("env_id", ["tiny_envs:Choose-v0", "tiny_envs:Reach-v0"])
+def test_learning_is_a_step_down_the_loss(env_id):
+    """Of a fragment that an older policy acted in, whichever rollout brought it."""
+    name = in_float64(EAGER)
+    script, weights = load(name), []
+    with helpers.default_type_of(name):
+        for rollout in ("batched", "first-ready"):
+            args = arguments(script, env_id=env_id, rollout=rollout, num_minibatches=1, update_epochs=1)
+            runner = script.Runner(args, [1, 2])
+            spaces = runner.envs.observation_space, runner.envs.action_space
+            with runners_of(script, arguments(script, env_id=env_id, num_runners=0)) as runners:
+                older = agent_with(script, runners, 1.3)
+            _, fragment = runner.sample(0, script.get_weights(older), *NOTHING)
+            torch.manual_seed(1)
+            agent, optimizer, learn = script.make_learner(args, *spaces, torch.device("cpu"))
+            expected = torch.autograd.grad(naive_loss(args, agent, fragment), list(agent.parameters()))
+            with mock.patch.object(optimizer, "step", wraps=optimizer.step) as step:
+                losses = learn([fragment])
+            for found, x in zip(step.call_args.args[0], script.clip(expected, args.max_grad_norm), strict=True):
+                torch.testing.assert_close(found, x, rtol=1e-7, atol=1e-10)
+            assert losses[script.METRICS.index("losses/approx_kl")] > 1e-5
+            weights.append(script.get_weights(agent))
+    assert np.array_equal(*weights)
+
+
+@pytest.mark.parametrize("settings", [{}, {"env_id": "tiny_envs:Reach-v0", **NORMALIZED}])
+def test_run_is_reproduced_to_the_last_bit_without_ray(train, settings):
+    """And all of its updates see the policy that acted; its shares of time are whole."""
+    run = train(**settings)
+    assert same(run, train(**settings)) and len(run.lines) == 12
+    for line in run.lines:
+        assert line["runners/staleness"] == line["runners/staleness_max"] == line["runners/late"] == 0
+        assert sum(x for name, x in line.items() if name.startswith("time/")) == pytest.approx(100)
+
+
+@pytest.mark.parametrize("env_id", ["tiny_envs:Stream-v0", "tiny_envs:DiscreteStream-v0"])
+@pytest.mark.parametrize("compile", [False, True])
+def test_compiled_twin_computes_the_same(train, env_id, compile):
+    """In float64, over a whole run; compiled, as one graph and once."""
+    settings = {"env_id": env_id, "total_timesteps": 24 * 32, **(NORMALIZED if env_id.count(":S") else {})}
+    run = train(in_float64(EAGER), **settings)
+    counters.clear()
+    with torch._inductor.config.patch(fallback_random=True), torch._dynamo.config.patch(error_on_recompile=True):
+        twin = train(in_float64(COMPILED), compile=compile, **settings)
+    assert counters["stats"]["unique_graphs"] == compile and not counters["graph_break"]
+    assert len({line["charts/learning_rate"] for line in run.lines}) > 5
+    assert_agree(without_times(twin), without_times(run), rel=CLOSE)
+
+
+def test_twin_whose_epochs_are_replayed_computes_the_same(train, monkeypatch):
+    """By CUDA graphs, which are emulated here."""
+    settings = {"env_id": "tiny_envs:Stream-v0", "total_timesteps": 16 * 32}
+    run = train(in_float64(EAGER), **settings)
+    with monkeypatch.context() as patch:
+        graphs = use_graphs(patch, load(in_float64(COMPILED)), None)
+        twin = train(in_float64(COMPILED), compile=False, **settings)
+    assert len(graphs) == 1 and graphs[0].counter > graphs[0].warmup + 5
+    assert_agree(without_times(twin), without_times(run), rel=CLOSE)
+
+
+def test_checkpoint_has_what_a_policy_and_a_longer_run_need(train):
+    """Statistics among it: a policy is that of the end of the run, and a resumed one goes on with them."""
+    run = train(env_id="tiny_envs:Reach-v0", total_timesteps=192, **NORMALIZED)
+    on = helpers.call(EAGER, resume=str(run.run_dir), device="cpu", total_timesteps=384)
+    assert on.checkpoint["num_updates"] == 12 and on.lines[:6] == run.lines
+    assert on.checkpoint["obs_norm"]["count"] == 2 * run.checkpoint["obs_norm"]["count"] == 12 * 32
+    envs = SCRIPT.open_envs(arguments(env_id="tiny_envs:Reach-v0"), [5, 6])
+    obs, norm = envs.reset(), SCRIPT.RunningNorm((3,))
+    norm.load_state_dict(on.checkpoint["obs_norm"])
+    agent = SCRIPT.ActorCritic(envs.observation_space, envs.action_space)
+    agent.load_state_dict(on.checkpoint["agent"])
+    expected = agent.actor(torch.tensor(norm(obs), dtype=torch.float32)).detach().numpy()
+    space = envs.action_space
+    np.testing.assert_allclose(
+        SCRIPT.load_policy(on.checkpoint, envs)(obs), expected.clip(space.low, space.high), rtol=1e-5
+    )
+
+
+def test_frames_are_learnt_from(train, capfd):
+    """EnvPool's stacks of bytes go through the network as they are."""
+    settings = {"env_id": "Pong-v5", "num_steps": 4}
+    run = train(**settings, total_timesteps=16)
+    assert {"features.conv1.weight", "critic.weight"} <= run.checkpoint["agent"].keys() and len(run.lines) == 2
+    assert "--norm-obs is for vectors" in helpers.refused(SCRIPT, capfd, **SMALL | settings, norm_obs=True)
+
+
+def test_settings_that_cannot_work_are_refused(capfd):
+    def refused(**settings):
+        return helpers.refused(SCRIPT, capfd, **SMALL | settings)
+
+    assert "2 learners can't share 3 runners' rows" in refused(num_runners=3, num_learners=2)
+    assert "2 learners can't share 2 runners' rows in 64 minibatches" in refused(
+        num_runners=2, num_learners=2, num_minibatches=64
+    )
+    assert "2 learners can't share 1 runners' rows" in refused(num_learners=2)
+
+
+# Over Ray
+
+
+@on_ray
+def test_two_runners_learn_the_same_twice(train):
+    """Batched: each brings its rows by the newest weights, and in the same order."""
+    settings = {"num_runners": 2, "env_id": "tiny_envs:Reach-v0", "total_timesteps": 1024, **NORMALIZED}
+    first, second = (without_times(train(**settings)) for _ in range(2))
+    for run in (first, second):
+        for line in run.lines:
+            assert line["runners/staleness_max"] == line["runners/late"] == 0
+            del line["runners/queue"]
+    assert same(first, second)
+
+
+@on_ray
+def test_first_ready_learns_from_what_is_at_most_one_update_old(train):
+    settings = {"num_runners": 2, "envs_per_runner": 8, "num_steps": 64, "rollout": "first-ready"}
+    run = train(env_id="CartPole-v1", **settings, total_timesteps=60_000, num_minibatches=8, anneal_lr=False)
+    assert max(line["runners/staleness_max"] for line in run.lines) == 1
+    assert np.mean([line["charts/episodic_return"] for line in run.lines[-5:]]) > 80
+    assert run.lines[-1]["runners/alive"] == 2
+
+
+@on_ray
+def test_two_learners_are_one_with_the_same_minibatches():
+    """Compiled. Both have the same weights, to the last bit; and those of one, but for rounding."""
+    script, agents, get_weights = load(COMPILED), [], load(COMPILED).get_weights
+    torch.set_num_threads(1)
+    args = arguments(script)
+    runners = [script.Runner(args, seeds) for seeds in ([1, 2], [3, 4])]
+    spaces = runners[0].envs.observation_space, runners[0].envs.action_space
+    weights = script.get_weights(script.ActorCritic(*spaces))
+    batches = [[runner.sample(i, weights, *NOTHING)[1] for runner in runners] for i in range(20)]
+    draw = script.draw_permutations
+
+    def draw_for_both(args, num_steps, num_rows):
+        """A minibatch of one learner is that of the first and that of the second: environments 0, 1 and 2, 3."""
+        rows = draw(args, num_steps, num_rows // 2)
+        t, env = rows // 2, rows % 2
+        return torch.cat([t * 4 + env, t * 4 + 2 + env], dim=2)
+
+    for count in (1, 2):
+        args = arguments(script, num_learners=count, update_epochs=2)
+        with runners_of(script, args) as ray_runners:
+            learners = script.OtherLearners(args, ray_runners)
+            add_up = learners.add_up if learners.actors else None
+            torch.manual_seed(1)
+            agent, optimizer, learn = script.make_learner(args, *spaces, torch.device("cpu"), add_up)
+            learners.join(torch.device("cpu"), agent, optimizer)
+            with mock.patch.object(script, "draw_permutations", draw_for_both if count == 1 else draw):
+                for batch in batches:
+                    learners.update(optimizer.learning_rate, batch[2 // count :])
+                    learn(batch[: 2 // count])
+            agents.append(script.get_weights(agent))
+            others = [x.__ray_call__.remote(lambda self: get_weights(self.agent)) for x in learners.actors]
+            assert all(np.array_equal(x, agents[-1]) for x in ray_runners.ray.get(others)) and len(others) == count - 1
+    np.testing.assert_allclose(agents[0], agents[1], rtol=1e-3, atol=1e-4)
+
+
+def plant(path, word: str):
+    """Put a fault's file in its place when the first line is logged: whole, at once."""
+    log, planted = SCRIPT.Run.log, []
+
+    def log_and_plant(self, metrics):
+        log(self, metrics)
+        if not planted:
+            path.with_suffix(".new").write_text(word)
+            planted.append(path.with_suffix(".new").rename(path))
+
+    return mock.patch.object(SCRIPT.Run, "log", log_and_plant)
+
+
+@on_ray
+def test_the_others_fill_the_batch_of_a_runner_that_died(train, tmp_path):
+    """Batched, so all are waited for, but not for the dead."""
+    settings = {"env_id": "Fragile-v0", "env_kwargs": f'{{"path": "{tmp_path / "fault"}"}}', "num_runners": 2}
+    with plant(tmp_path / "fault", "kill"):
+        run = train(**settings, total_timesteps=6400)
+    last = run.lines[-1]
+    assert last["runners/restarts"] == 1 and last["runners/alive"] == 2 and len(run.lines) == 100
+    assert max(line["runners/staleness_max"] for line in run.lines) == 0
+    gaps = np.diff([line["seconds"] for line in run.lines])
+    assert gaps.max() < 4  # to notice a death takes a second or two
+
+
+@on_ray
+def test_a_slow_runner_costs_no_more_than_its_share(train, tmp_path):
+    """One of three becomes ten times slower; the log says that what it brings is late."""
+    settings = {"env_id": "Fragile-v0", "env_kwargs": f'{{"path": "{tmp_path / "fault"}"}}', "num_runners": 3}
+    start = time.monotonic()
+    with plant(tmp_path / "fault", "slow"):
+        run = train(**settings, envs_per_runner=1, num_steps=32, rollout="first-ready", total_timesteps=96 * 60)
+    assert time.monotonic() - start < 60
+    before = 1 / 0.002 * 3  # steps/s of three that only sleep
+    lines = run.lines[20:]
+    speed = (lines[-1]["global_step"] - lines[0]["global_step"]) / (lines[-1]["seconds"] - lines[0]["seconds"])
+    print(f"{speed:.0f} steps/s of {before:.0f}")
+    assert lines[-1]["runners/late"] > 0 and speed > 0.5 * before * 2 / 3
