@@ -82,7 +82,7 @@ command=${1:-help}
 case $command in
   demo | diff | evaluate | ladder | readme | report | stale | sweep)
     install requirements
-    case " $* " in *" impala_ray"*) install requirements-ray ;; esac
+    case " $* " in *"_ray"*) install requirements-ray ;; esac
     ;;
   env-pools | speedrun | time-to-score) install requirements-benchmark ;;
   inference | rollout)
@@ -95,7 +95,7 @@ case $command in
     ;;
   throughput)
     case " $* " in *" --peers"*) install requirements-benchmark ;; *) install requirements ;; esac
-    case " $* " in *" impala_ray"*) install requirements-ray ;; esac
+    case " $* " in *"_ray"*) install requirements-ray ;; esac
     case " $* " in *" rllib"*) install_rllib ;; esac
     ;;
   gpu)

@@ -19,6 +19,11 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(cores, 8)
 
 
+def pytest_collection_modifyitems(items: list) -> None:
+    """Tests that need the cluster come last, so that it is started once and nothing is timed beside it."""
+    items.sort(key=lambda item: "cluster" in item.fixturenames)
+
+
 # A shell that starts the tests in the background has Ctrl-C ignored, and so would all processes that the tests start
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -44,3 +49,19 @@ def train(tmp_path):
 def small_run(tmp_path_factory):
     """One run of each script by its small settings, which tests share and must not change: name -> Outcome."""
     return functools.cache(lambda name: helpers.train(name, tmp_path_factory.mktemp("small") / name))
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """Two nodes of two cores each, as far as Ray knows."""
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 2, "object_store_memory": 100_000_000, "include_dashboard": False}
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(helpers.TESTS), os.environ.get("PYTHONPATH", "")])
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    cluster.node, cluster.second = node, cluster.add_node(num_cpus=2, object_store_memory=100_000_000)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()

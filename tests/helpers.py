@@ -27,9 +27,16 @@ EAGER = [eager.stem for eager, _ in PAIRS if eager.stem in TABLE and TABLE[eager
 COMPILED = [f"{name}_torchcompile" for name in EAGER]
 # On-policy, with a pool of workers, off-policy: what plumbing does, one text in all scripts, is shown by these for all
 ONE_OF_EACH_KIND = ["ppo", "ppo_env_pool", "dqn"]
+# Ray gives its workers a niceness of 15 more than its own: beside other processes they would come last
+os.environ["RAY_worker_niceness"] = "0"
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 sys.path.insert(0, str(ROOT / "scripts"))  # worker processes get this path too, and find the script by its name
+
+
+def on_ray(function):
+    """A test that needs the cluster: alone, else each of several processes of pytest would start one."""
+    return pytest.mark.alone(pytest.mark.usefixtures("cluster")(function))
 
 
 def load(name: str) -> ModuleType:
@@ -118,6 +125,11 @@ def outcome(run_dir: Path) -> Outcome:
     return Outcome(run_dir, lines, torch.load(run_dir / "checkpoint.pt", weights_only=True))
 
 
+def without_times(run: Outcome) -> Outcome:
+    """A run over runners without the shares of time."""
+    return run._replace(lines=[{k: v for k, v in line.items() if not k.startswith("time/")} for line in run.lines])
+
+
 def adam_steps(state: dict) -> int:
     """How many steps an `Adam` has made, by its state."""
     return int(state["steps"])
@@ -138,6 +150,15 @@ def call(name: str, **settings) -> Outcome:
     torch.set_num_threads(1)  # and keeps this: threads gain nothing here, and wait for each other on busy cores
     with mock.patch("torch.set_num_threads"), default_type_of(name):
         return outcome(script.train(script.Args(**settings)))
+
+
+def refused(capfd, script: ModuleType, **settings) -> str:
+    """The one line of the error of a training that was refused."""
+    with pytest.raises(SystemExit) as end:
+        script.train(script.Args(**settings))
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert end.value.code == 2 and len(lines) == 1
+    return lines[0]
 
 
 def flags(name: str, **overrides) -> list[str]:

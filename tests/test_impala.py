@@ -1,6 +1,6 @@
 """IMPALA over Ray: its formula, its two ways to run, and what dies, breaks or is asked for in vain.
 
-One simulated cluster of two nodes serves all tests that need Ray, but for those of whole processes.
+One simulated cluster of two nodes (`cluster` in conftest.py) serves all tests that need Ray, but for whole processes.
 """
 
 import contextlib
@@ -20,13 +20,10 @@ import pytest
 import tiny_envs
 import torch
 from graph_emulator import use_graphs
-from helpers import ROOT, in_float64, load
+from helpers import ROOT, in_float64, load, on_ray, without_times
 from parity import CLOSE, assert_agree
 from test_math import episodes, rollouts
 from torch._dynamo.utils import counters
-
-# Ray gives its workers a niceness of 15 more than its own: beside other processes they would come last
-os.environ["RAY_worker_niceness"] = "0"
 
 EAGER, COMPILED = "impala_ray", "impala_ray_torchcompile"
 SCRIPT = load(EAGER)
@@ -37,11 +34,6 @@ SMALL = {
 }  # fmt: skip
 
 
-def on_ray(function):
-    """A test that needs the cluster: alone, else each of several processes of pytest would start one."""
-    return pytest.mark.alone(pytest.mark.usefixtures("cluster")(function))
-
-
 each_script = pytest.mark.parametrize("name", [EAGER, COMPILED])
 
 
@@ -50,15 +42,6 @@ def train(tmp_path):
     """Train in this process, each time in a folder of its own: name, settings -> Outcome."""
     folders = (tmp_path / f"run{i}" for i in range(100))
     return lambda name=EAGER, **settings: helpers.call(name, **SMALL | {"run_dir": str(next(folders))} | settings)
-
-
-def metrics(run) -> list[dict]:
-    """The lines of a run without what depends on the clock."""
-    return without_times(run).metrics()
-
-
-def without_times(run):
-    return run._replace(lines=[{k: v for k, v in line.items() if not k.startswith("time/")} for line in run.lines])
 
 
 # V-trace
@@ -128,7 +111,7 @@ def test_run_is_reproduced_to_the_last_bit_without_ray(name, tmp_path):
         command = [sys.executable, "-c", code, *words, *compiled, "--run-dir", run, "--no-tensorboard", "--device=cpu"]
         subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, check=True, capture_output=True)
     a, b = (helpers.outcome(tmp_path / run) for run in ("a", "b"))
-    assert metrics(a) == metrics(b) and len(a.lines) > 4
+    assert without_times(a).metrics() == without_times(b).metrics() and len(a.lines) > 4
     assert all(torch.equal(x, b.checkpoint["agent"][key]) for key, x in a.checkpoint["agent"].items())
 
 
@@ -213,22 +196,6 @@ def test_frames_are_seen_by_convolutions(train):
 
 
 # Over Ray
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    """Two nodes of two cores each, as far as Ray knows."""
-    ray = pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
-
-    node = {"num_cpus": 2, "object_store_memory": 100_000_000, "include_dashboard": False}
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    cluster = Cluster(initialize_head=True, head_node_args=node)
-    cluster.node, cluster.second = node, cluster.add_node(num_cpus=2, object_store_memory=100_000_000)
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
 
 
 @contextlib.contextmanager
@@ -399,12 +366,7 @@ def test_a_fault_is_named_counted_and_survived(train, tmp_path, capfd, fault):
 
 
 def refused(capfd, **settings) -> str:
-    """The one line of the error of a training that was refused."""
-    with pytest.raises(SystemExit) as end:
-        SCRIPT.train(SCRIPT.Args(**SMALL | {"num_runners": 1} | settings))
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert end.value.code == 2 and len(lines) == 1
-    return lines[0]
+    return helpers.refused(capfd, SCRIPT, **SMALL | {"num_runners": 1} | settings)
 
 
 @on_ray
