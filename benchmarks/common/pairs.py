@@ -177,4 +177,10 @@ TABLE = {
         most_lines=1390,  # runners and learners of Ray
         own_texts=("warn_of_pixels",),  # it has convolutions for them
     ),
+    "apex_dqn_ray": Pair(  # it acts as dqn does
+        own_tests="test_apex.py",
+        most_above=420,
+        most_lines=1610,  # runners and shards of a replay on Ray
+        own_texts=("Runner", "warn_of_pixels"),  # epsilons and n-step returns; it has convolutions for pixels
+    ),
 }  # fmt: skip
