@@ -183,4 +183,10 @@ TABLE = {
         most_lines=1610,  # runners and shards of a replay on Ray
         own_texts=("Runner", "warn_of_pixels"),  # epsilons and n-step returns; it has convolutions for pixels
     ),
+    "a3c_ray": Pair(  # it acts as ppo does
+        own_tests="test_a3c.py",
+        most_above=400,
+        most_lines=1300,  # runners of Ray
+        own_texts=("Runner", "warn_of_pixels"),  # gradients; it has convolutions for pixels
+    ),
 }  # fmt: skip
