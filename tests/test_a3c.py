@@ -221,7 +221,7 @@ def test_the_twin_compiles_in_its_runners(train):
 
 
 class Sleepy(tiny_envs.Tiny):
-    """Takes 4 ms a step; one of them 40 ms, from when there is a file that says so."""
+    """Takes 10 ms a step; one of them 100 ms, from when there is a file that says so."""
 
     def __init__(self, path: str):
         super().__init__(tiny_envs.CHOICE)
@@ -236,7 +236,7 @@ class Sleepy(tiny_envs.Tiny):
         return np.zeros(3, dtype=np.float32)
 
     def move(self, _action):
-        time.sleep(0.04 if self.may_be_slow and self.path.exists() else 0.004)
+        time.sleep(0.1 if self.may_be_slow and self.path.exists() else 0.01)
         return np.zeros(3, dtype=np.float32), 1.0, False, self.steps % 10 == 0
 
 
