@@ -631,8 +631,10 @@ def readings(name: str, value, seen: set):
     if not isinstance(value, nn.Module):  # what became a graph, or was compiled
         value = getattr(value, "module", value)
         value = getattr(value, "__wrapped__", value)
-    if id(value) in seen or type(value).__module__.startswith("tensordict"):
-        return
+    file = value.__code__.co_filename if hasattr(value, "__code__") else ""
+    is_library = file.startswith((os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__))))
+    if id(value) in seen or is_library or type(value).__module__.startswith("tensordict"):
+        return  # libraries have caches, which may change
     seen.add(id(value))
     parts = {}
     if hasattr(value, "__code__"):

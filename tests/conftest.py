@@ -19,6 +19,11 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(cores, 8)
 
 
+def pytest_collection_modifyitems(items: list) -> None:
+    """Tests that need the cluster come last, so that it is started once and nothing is timed beside it."""
+    items.sort(key=lambda item: "cluster" in item.fixturenames)
+
+
 # A shell that starts the tests in the background has Ctrl-C ignored, and so would all processes that the tests start
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -27,10 +27,10 @@ EAGER = [eager.stem for eager, _ in PAIRS if eager.stem in TABLE and TABLE[eager
 COMPILED = [f"{name}_torchcompile" for name in EAGER]
 # On-policy, with a pool of workers, off-policy: what plumbing does, one text in all scripts, is shown by these for all
 ONE_OF_EACH_KIND = ["ppo", "ppo_env_pool", "dqn"]
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-
 # Ray gives its workers a niceness of 15 more than its own: beside other processes they would come last
 os.environ["RAY_worker_niceness"] = "0"
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
 
 sys.path.insert(0, str(ROOT / "scripts"))  # worker processes get this path too, and find the script by its name
 

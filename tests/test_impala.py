@@ -1,6 +1,6 @@
 """IMPALA over Ray: its formula, its two ways to run, and what dies, breaks or is asked for in vain.
 
-One simulated cluster of two nodes serves all tests that need Ray, but for those of whole processes.
+One simulated cluster of two nodes (`cluster` in conftest.py) serves all tests that need Ray, but for whole processes.
 """
 
 import contextlib

@@ -167,7 +167,7 @@ TABLE = {
         task=CARTPOLE | {"num_workers": 4, "ready_batch": 2},
         goal=(30, 200),
         learn_value=PPO_VALUE,
-        most_above=400,
+        most_above=410,
         most_lines=1100,
     ),
     "impala_ray": Pair(
@@ -185,5 +185,17 @@ TABLE = {
         most_above=420,
         most_lines=1630,  # runners and learners of Ray, environments that do not wait for each other
         own_texts=("warn_of_pixels",),  # it has convolutions for them
+    ),
+    "apex_dqn_ray": Pair(  # it acts as dqn does
+        own_tests="test_apex.py",
+        most_above=420,
+        most_lines=1620,  # runners and shards of a replay on Ray
+        own_texts=("Runner", "warn_of_pixels"),  # epsilons and n-step returns; it has convolutions for pixels
+    ),
+    "a3c_ray": Pair(  # it acts as ppo does
+        own_tests="test_a3c.py",
+        most_above=410,
+        most_lines=1300,  # runners of Ray
+        own_texts=("Runner", "warn_of_pixels"),  # gradients; it has convolutions for pixels
     ),
 }  # fmt: skip

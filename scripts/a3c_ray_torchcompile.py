@@ -1,0 +1,1386 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch==2.13.0", "tensordict==0.15.3", "gymnasium[mujoco]==1.4.0", "envpool==1.2.5",
+#     "tyro==1.0.17", "numpy==2.4.6", "tqdm==4.70.1", "tensorboard==2.21.0", "ray[default]==2.60.0",
+# ]
+# ///
+"""A2C and A3C, advantage actor-critic whose runners compute gradients, on Ray: from one process to a cluster, compiled.
+
+Mnih et al. (2016), "Asynchronous Methods for Deep Reinforcement Learning", https://arxiv.org/abs/1602.01783, whose
+algorithm S3 is meant below; the network for frames by Mnih et al. (2015), "Human-level control through deep
+reinforcement learning", https://doi.org/10.1038/nature14236.
+
+    python a3c_ray_torchcompile.py --env-id CartPole-v1 --num-runners 2                        # A2C
+    python a3c_ray_torchcompile.py --env-id CartPole-v1 --num-runners 2 --no-sync-gradients    # A3C
+    python a3c_ray_torchcompile.py --ray-address auto --num-runners 64    # on a cluster, after `ray start` on all
+
+Its eager twin is `a3c_ray.py`; the diff of the two shows all that compiling takes.
+Shapes: T = fragment_steps, V = envs_per_runner, O = size of an observation, A = number of actions, or size of an action
+of a Box, P = number of parameters.
+
+Runners step environments and send no data but gradients, each of its own T steps of V environments. By A2C the learner,
+this process, waits for one of each runner, makes one step by their mean, and all go on by the same weights: the same
+each time. By A3C each gradient is applied when it comes, though others have changed the weights meanwhile, and nobody
+waits. With --num-runners 0 all happens in this process, without Ray; with one runner, A2C and A3C are the same.
+
+Departures from the paper: Adam instead of RMSProp, means instead of sums, no LSTM; several environments for a runner; a
+truncated episode bootstraps from the value of its last observation, and the rows in which environments reset themselves
+are masked.
+
+How to read on: settings, networks, formulas; `make_learner` and `Runner`, the halves of the algorithm; `train`, which
+brings them together. Below the rule is nothing but plumbing.
+"""
+
+import atexit
+import contextlib
+import copyreg
+import difflib
+import importlib.util
+import io
+import json
+import math
+import multiprocessing
+import os
+import random
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections import defaultdict, deque
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Literal, NoReturn
+
+os.environ |= {"OPENBLAS_NUM_THREADS": "1"} | os.environ  # NumPy's products here are small, and cores are scarce
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from tensordict.nn import CudaGraphModule
+from torch import Tensor, nn
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    # experiment
+    exp_name: str = Path(__file__).stem  # second part of the run folder's name
+    seed: int = 1  # seeds Python, NumPy, PyTorch and the environments
+    device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
+    run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
+    resume: str | None = None  # folder of a run to go on with, by its own settings, from its checkpoint
+    checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
+    log_every: int = 10_000  # environment steps between two lines of the log
+    tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
+    track: bool = False  # send the TensorBoard events to Weights & Biases too
+    wandb_project_name: str = "flatout"  # the project there
+    wandb_entity: str | None = None  # the team there
+
+    # environment
+    env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete or Box actions
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool where it is faster and knows the id
+    async_envs: bool = False  # a runner steps those of Gymnasium in worker processes: for steps of milliseconds
+    env_kwargs: str = "{}"  # arguments for its constructor, as JSON: '{"key": value}'
+    total_timesteps: int = 1_000_000  # environment steps in the whole run, rounded up to whole gradients
+    clip_rewards: bool = False  # to learn, rewards are cut down to [-1, 1]; returns in the log are not
+
+    # Ray
+    num_runners: int = 2  # processes that step environments; 0: this process does, without Ray
+    envs_per_runner: int = 8  # environments of each runner
+    cpus_per_runner: float = 1.0  # CPU cores that Ray sets aside for each runner, also fractions
+    gpus_per_runner: float = 0.0  # GPUs for each runner, also fractions; frames are then acted upon there
+    ray_address: str | None = None  # a cluster: auto (the one of this machine) or HOST:PORT; by default, a new one
+    runner_restarts: int = 100  # dead runners to replace in the run; at one more it ends
+    fragment_timeout: float = 300.0  # seconds without a fragment from any runner after which the run ends
+
+    # A2C, A3C
+    sync_gradients: bool = True  # A2C: a step by the mean of one gradient of each runner; else A3C: a step by each one
+    fragment_steps: int = 8  # steps of each environment in a fragment
+    learning_rate: float = 1e-3  # of Adam
+    adam_eps: float = 1e-3  # of Adam: what gradients of noise are damped by, like the 0.1 of the paper's RMSProp
+    anneal_lr: bool = True  # lower the learning rate linearly to zero
+    gamma: float = 0.99  # discount factor
+    ent_coef: float = 0.001  # weight of the entropy bonus
+    vf_coef: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # the gradient is scaled down to this norm
+
+    # compile: two switches, to see what each of the two steps gives
+    compile: bool = True  # fuse the operations of a runner's gradient, and of the learner's step, into a few kernels
+    cudagraphs: bool = True  # on CUDA, replay the kernels of each of the two as one graph, in one launch
+
+    # No settings, but `RayRunners` and `start_ray` ask for them
+    num_learners, cpus_per_learner, gpus_per_learner = 1, 1.0, 0.0
+
+    @property
+    def rollout(self) -> str:
+        """A2C asks each runner for one gradient, and waits for all."""
+        return "batched" if self.sync_gradients else "first"
+
+    @property
+    def sync_envs(self) -> bool:
+        """As `Envs` asks for it."""
+        return not self.async_envs
+
+
+METRICS = "losses/policy_loss", "losses/value_loss", "losses/entropy"
+# The least and the greatest value of a setting; of others, integers are 1 or more, floats 0 or more
+LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "num_runners": (0, math.inf), "runner_restarts": (0, math.inf)}
+
+
+def mlp(inputs: int, outputs: int, output_gain: float) -> nn.Sequential:
+    """Two hidden layers of 64 tanh units, orthogonal weights: (B, inputs) -> (B, outputs)."""
+    net = nn.Sequential(
+        nn.Linear(inputs, 64), nn.Tanh(),
+        nn.Linear(64, 64), nn.Tanh(),
+        nn.Linear(64, outputs),
+    )  # fmt: skip
+    for layer, gain in zip(net[::2], (math.sqrt(2), math.sqrt(2), output_gain), strict=True):
+        nn.init.orthogonal_(layer.weight, gain)
+        nn.init.zeros_(layer.bias)
+    return net
+
+
+def space_to_depth(frames: Tensor) -> Tensor:
+    """Make one pixel of 16 channels from each block of 4 x 4 pixels: (B, F, 84, 84) -> (B, 21, 21, 16 * F)."""
+    lines = frames.view(torch.int32).view(len(frames), -1, 21, 4, 21)  # four bytes at a time
+    return lines.permute(0, 2, 4, 1, 3).contiguous().view(torch.uint8).flatten(3)
+
+
+class Frames(nn.Module):
+    """The Nature CNN up to its hidden layer: F frames of 84 x 84 bytes, (B, F * 7056) -> (B, 512)."""
+
+    def __init__(self, num_frames: int):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(16 * num_frames, 32, 2), nn.Conv2d(32, 64, 4, stride=2)
+        self.conv3, self.hidden = nn.Conv2d(64, 64, 3), nn.Linear(7 * 7 * 64, 512)
+        for layer in self.children():
+            nn.init.orthogonal_(layer.weight, math.sqrt(2))
+            nn.init.zeros_(layer.bias)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        # Of blocks of 4 x 4 pixels as channels, 8 x 8 pixels with stride 4 are 2 x 2: an update takes half the time
+        x = space_to_depth(obs.view(len(obs), -1, 84, 84)).permute(0, 3, 1, 2).float()
+        x = nn.functional.conv2d(x, self.conv1.weight / 255, self.conv1.bias).relu()  # pixels from 0 to 1
+        x = self.conv3(self.conv2(x).relu()).relu()
+        return self.hidden(x.permute(0, 2, 3, 1).flatten(1)).relu()
+
+
+def normal_log_prob(action: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
+    """Log-density of actions (..., A) under a normal distribution with diagonal covariance -> (...)."""
+    z = (action - mean) * torch.exp(-log_std)
+    return (-0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+
+
+class ActorCritic(nn.Module):
+    """Policy and value: observation (B, O) -> what defines the policy (B, A), value (B,).
+
+    A Categorical policy has a logit for each action, a Gaussian one a mean. Stacks of frames go through a shared CNN.
+    """
+
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space):
+        super().__init__()
+        self.is_discrete = isinstance(action_space, gym.spaces.Discrete)
+        self.outputs = int(action_space.n) if self.is_discrete else math.prod(action_space.shape)
+        self.action_space, self.sees_frames = action_space, sees_frames(observation_space)
+        if self.sees_frames:
+            self.features = Frames(observation_space.shape[0])
+            self.actor, self.critic = nn.Linear(512, self.outputs), nn.Linear(512, 1)
+            for layer, gain in ((self.actor, 0.01), (self.critic, 1.0)):
+                nn.init.orthogonal_(layer.weight, gain)
+                nn.init.zeros_(layer.bias)
+        else:
+            inputs = gym.spaces.flatdim(observation_space)
+            self.features = nn.Identity()
+            self.actor, self.critic = mlp(inputs, self.outputs, output_gain=0.01), mlp(inputs, 1, output_gain=1.0)
+        if not self.is_discrete:
+            self.log_std = nn.Parameter(torch.zeros(self.outputs))
+
+    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.features(obs)
+        return self.actor(features), self.critic(features).squeeze(1)
+
+    def log_prob(self, output: Tensor, action: Tensor) -> Tensor:
+        """Of actions, by the actor's output (..., A) -> (...)."""
+        if self.is_discrete:
+            return output.log_softmax(-1).gather(-1, action.long().unsqueeze(-1)).squeeze(-1)
+        return normal_log_prob(action, output, self.log_std)
+
+    def entropy(self, output: Tensor) -> Tensor:
+        """Of the policy, by the actor's output (..., A) -> (...)."""
+        if self.is_discrete:
+            log_probs = output.log_softmax(-1)
+            return -(log_probs.exp() * log_probs).sum(-1)
+        return (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum().expand(output.shape[:-1])
+
+    def to_env(self, action: np.ndarray) -> np.ndarray:
+        """Actions (B,) or (B, A) as environments take them."""
+        space = self.action_space
+        return space.start + action if self.is_discrete else action.clip(space.low.ravel(), space.high.ravel())
+
+    def noise(self, rng: np.random.Generator, *shape: int) -> np.ndarray:
+        """(*shape, A), to add to the actor's output: the sum is a sample; of logits and Gumbel noise, its argmax is."""
+        if self.is_discrete:
+            return rng.gumbel(size=(*shape, self.outputs)).astype(np.float32)
+        return rng.standard_normal((*shape, self.outputs), dtype=np.float32) * self.log_std.detach().exp().cpu().numpy()
+
+
+def discounted_sum(x: Tensor, decay: Tensor) -> Tensor:
+    """y[t] = x[t] + decay[t] * y[t + 1] along the first dimension, in log2(T) rounds of the whole (T, N).
+
+    A loop over 2048 steps takes 60 ms, this 0.3 ms: after each round, y[t] sums twice as many terms.
+    """
+    span = 1
+    while span < len(x):
+        x = torch.cat([x[:-span] + decay[:-span] * x[span:], x[-span:]])
+        decay = torch.cat([decay[:-span] * decay[span:], decay[-span:]])
+        span *= 2
+    return x
+
+
+def n_step_advantage(
+    reward: Tensor, value: Tensor, terminated: Tensor, truncated: Tensor, valid: Tensor, gamma: float
+) -> Tensor:
+    """All (T, N), but value (T + 1, N) -> (T, N): r[t] + gamma r[t + 1] + ... + gamma ** n value[t + n] - value[t].
+
+    The sum goes on to the last row, or to the episode's end; value[t + n] is that of its true last observation, from
+    which a truncated one bootstraps. Rows that are not valid (resets) get zero.
+    """
+    delta = (reward + gamma * (1 - terminated) * value[1:] - value[:-1]) * valid
+    return discounted_sum(delta, gamma * (1 - torch.maximum(terminated, truncated)) * valid)
+
+
+def clip(gradients: tuple[Tensor, ...], max_norm: float) -> tuple[Tensor, ...]:
+    """The gradients, scaled down together where the norm of all of them exceeds `max_norm`."""
+    norm = torch.cat([gradient.reshape(-1) for gradient in gradients]).norm()
+    return torch._foreach_mul(gradients, (max_norm / (norm + 1e-6)).clamp(max=1))
+
+
+def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Space, device: torch.device):
+    """What a runner and the learner need: network, optimizer, `gradient`, `descend`."""
+    agent = ActorCritic(observation_space, action_space).to(device)
+    optimizer = Adam(agent, args.learning_rate, args.adam_eps)
+    num_weights = sum(optimizer.sizes)
+
+    def gradient(obs: Tensor, action: Tensor, rows: Tensor) -> Tensor:
+        """From observation (T + 1, V, O), action (T, V) or (T, V, A), and (T, V, 4): reward, terminated, truncated,
+
+        valid -> one vector: gradient of the loss (P,), METRICS, 1, summed over rows. Such vectors can be added up.
+        """
+        reward, terminated, truncated, valid = rows.unbind(2)
+        if args.clip_rewards:
+            reward = reward.clamp(-1, 1)
+        output, value = agent(obs.flatten(0, 1))
+        output, value = output.view(*obs.shape[:2], -1)[:-1], value.view(obs.shape[:2])
+        advantage = n_step_advantage(reward, value.detach(), terminated, truncated, valid, args.gamma)
+        policy_loss = -(agent.log_prob(output, action) * advantage).sum()
+        # The target is the return: the advantage and the value by which it was taken
+        value_loss = 0.5 * ((value[:-1] - value[:-1].detach() - advantage).square() * valid).sum()
+        entropy = (agent.entropy(output) * valid).sum()
+        loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
+        gradients = torch.autograd.grad(loss, optimizer.weights)
+        sums = torch.stack([policy_loss, value_loss, entropy, valid.sum()]).detach()
+        return torch.cat([*(x.reshape(-1) for x in gradients), sums])
+
+    def descend(sums: Tensor) -> Tensor:
+        """One step of Adam by such sums, of one or more runners -> the means of the METRICS."""
+        means = sums / sums[-1].clamp(min=1)
+        parts = zip(means[:num_weights].split(optimizer.sizes), optimizer.weights, strict=True)
+        optimizer.step(clip([x.view_as(weight) for x, weight in parts], args.max_grad_norm))
+        return means[num_weights:-1]
+
+    # compile: the names stay, so what calls them does not change. A runner compiles the gradient, the learner the step
+    if args.compile:
+        gradient, descend = compiled(device, gradient, descend)
+    # compile: each becomes a CUDA graph: its first two calls only run, its third records, all later ones replay
+    if args.cudagraphs and device.type == "cuda":
+        gradient, descend = (CudaGraphModule(function, warmup=3) for function in (gradient, descend))
+    # compile: compiled code and graphs keep the numbers that they have read; a later change is refused by name
+    return agent, optimizer, refuse_changes(gradient), refuse_changes(descend)
+
+
+class Runner:
+    """An actor-learner of the paper: V environments, a copy of the network, and gradients of what it went through."""
+
+    def __init__(self, args: Args, seeds: list[int]):
+        backend = choose_backend(args.env_id, args.env_backend, in_process=len(seeds) == 1)
+        self.args, self.envs = args, Envs(replace(args, env_backend=backend), seeds)
+        check_actions(args, self.envs.action_space)
+        on_frames = sees_frames(self.envs.observation_space)
+        self.device = torch.device("cuda" if args.gpus_per_runner and on_frames else "cpu")
+        spaces = self.envs.observation_space, self.envs.action_space
+        self.agent, _, self.gradient, _ = make_learner(args, *spaces, self.device)
+        if on_frames:
+            self.obs_type = np.uint8
+            self.policy = lambda obs: self.agent(torch.from_numpy(obs).to(self.device))[0].cpu().numpy()
+        else:  # a few vectors are too little work for PyTorch
+            self.obs_type, self.policy = np.float32, numpy_mlp(self.agent.actor)
+            check_policy(self.policy, lambda obs: self.agent(obs)[0], self.envs.obs_dim)
+        self.rng, self.statistics, self.clock = np.random.default_rng(seeds), EpisodeStatistics(len(seeds)), Clock()
+        self.obs, self.done = self.envs.reset(), np.zeros((1, len(seeds)), dtype=bool)
+
+    def sample(self, version: int, weights: np.ndarray) -> tuple[dict, np.ndarray]:
+        """T steps by a version of the weights (P,) -> a report for the log, and what `gradient` returns."""
+        self.clock.lap("runners_waiting")
+        set_weights(self.agent, weights)
+        self.clock.lap("weights")
+        shape, is_discrete = (self.args.fragment_steps, len(self.obs)), self.agent.is_discrete
+        obs = np.empty((shape[0] + 1, *self.obs.shape), dtype=self.obs_type)
+        noise = self.agent.noise(self.rng, *shape)
+        action = np.empty(shape, dtype=np.int64) if is_discrete else np.empty_like(noise)
+        reward, spent, (terminated, truncated) = np.empty(shape), np.empty(shape[0]), np.empty((2, *shape), dtype=bool)
+        obs[0] = self.obs
+        for t in range(shape[0]):
+            with torch.no_grad():
+                sample = self.policy(obs[t]) + noise[t]
+            action[t] = sample.argmax(1) if is_discrete else sample
+            self.clock.lap("inference")
+            obs[t + 1], reward[t], terminated[t], truncated[t] = self.envs.step(self.agent.to_env(action[t]))
+            spent[t] = self.clock.lap("env_step")
+        previous, self.obs, self.done = self.done[-1:], obs[-1], terminated | truncated
+        valid = ~np.concatenate([previous, self.done[:-1]])  # after a row in which an episode ended comes its reset
+        episodes = self.statistics.update(reward, self.done, valid)
+        rows = np.stack([reward, terminated, truncated, valid], axis=2).astype(np.float32)
+        self.clock.move("env_step", "env_reset", time_of_resets(spent, ~valid))
+        self.clock.lap("inference")
+        vector = self.gradient(*(torch.from_numpy(x).to(self.device) for x in (obs, action, rows))).cpu().numpy()
+        self.clock.lap("learning")
+        report = {"version": version, "steps": int(valid.sum()), "episodes": episodes}
+        return report | {"infos": take(self.envs.infos), "seconds": take(self.clock.seconds)}, vector
+
+
+def train(args: Args) -> Path:
+    """Train from the start, or from a checkpoint, to the end; returns the run's folder. Wrong input: SystemExit(2)."""
+    run = Run(args)
+    args, device = run.args, run.device
+    runners = GradientRunners(args, run) if args.num_runners else OneRunner(args, run)
+    agent, optimizer, _, descend = make_learner(args, *runners.spaces, device)
+    torch.set_num_threads(num_cores() if agent.sees_frames else 1)  # small networks lose by a second thread
+    run.open(runners, agent=agent, optimizer=optimizer)
+    runners.publish(run.num_updates, get_weights(agent))
+    while run.goes_on():
+        if args.anneal_lr:
+            optimizer.learning_rate.fill_(args.learning_rate * max(0.0, 1 - run.step / args.total_timesteps))
+
+        # Collect. A2C: a gradient of each runner, which waits for the weights that follow. A3C: whichever comes first
+        _reports, gradients = runners.collect(max(1, args.num_runners) if args.sync_gradients else 1, 1)
+
+        # Learn. By the mean over all rows, as if one runner had had them all
+        losses = descend(torch.from_numpy(np.sum(gradients, axis=0)).to(device))
+        run.num_updates += 1
+        runners.publish(run.num_updates, get_weights(agent))
+
+        # Log
+        if run.is_due():
+            metrics = dict(zip(METRICS, losses.tolist(), strict=True)) | runners.metrics()
+            run.log(metrics | {"charts/learning_rate": float(optimizer.learning_rate)})
+    return run.close()
+
+
+def load_policy(checkpoint: dict, envs: "Envs"):
+    """The deterministic policy of a checkpoint: observation (N, O) -> the most probable action (N,), or (N, A)."""
+    agent = ActorCritic(envs.observation_space, envs.action_space)
+    agent.load_state_dict(checkpoint["agent"])
+
+    @torch.no_grad()
+    def policy(obs: np.ndarray) -> np.ndarray:
+        output = agent(torch.from_numpy(obs if agent.sees_frames else obs.astype(np.float32)))[0].numpy()
+        return agent.to_env(output.argmax(1) if agent.is_discrete else output)
+
+    return policy
+
+
+# ---- Plumbing: all below is the same text in every script that has it, and no part of the algorithm ---------------
+
+
+class EpisodeStatistics:
+    """Return and length of each episode that ends, from rows (T, N); a reset row has reward 0 and is no step."""
+
+    def __init__(self, num_envs: int):
+        self.episode_return, self.episode_length = np.zeros(num_envs), np.zeros(num_envs, dtype=int)
+
+    def update(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray) -> list[tuple[float, int]]:
+        returns = self.episode_return + reward.cumsum(0, dtype=np.float64)
+        lengths = self.episode_length + valid.cumsum(0, dtype=int)
+        ended = []
+        for t, env in np.argwhere(done):
+            ended.append((float(returns[t, env]), int(lengths[t, env])))
+            returns[t:, env] -= returns[t, env]
+            lengths[t:, env] -= lengths[t, env]
+        self.episode_return, self.episode_length = returns[-1], lengths[-1]
+        return ended
+
+
+class Adam(nn.Module):
+    """Adam (Kingma & Ba 2015, algorithm 1): PyTorch's fused kernel, without the bookkeeping of torch.optim around it.
+
+    For small networks that bookkeeping takes longer than the kernel. torch.compile can trace neither, so compiled code
+    has the formula written out, on all weights as one vector (P,), which becomes a single loop. What changes is kept in
+    tensors, the learning rate too, so that compiled code and CUDA graphs read its present value.
+    """
+
+    def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
+        super().__init__()
+        self.weights, self.eps, self.betas = list(module.parameters()), eps, betas
+        self.sizes = [w.numel() for w in self.weights]
+        zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
+        self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate))
+        self.register_buffer("steps", torch.zeros_like(zeros[0]))
+        self.register_buffer("beta_powers", torch.ones(2, device=zeros.device))  # each beta to the power of `steps`
+        self.register_buffer("beta_factors", zeros.new_tensor(betas), persistent=False)
+        self.register_buffer("exp_avg", zeros.clone())
+        self.register_buffer("exp_avg_sq", zeros.clone())
+        # The kernel takes lists: views of the two vectors, which a checkpoint fills in place. On CUDA it refuses those
+        # that do not lie in memory as their weight does
+        parts = zip(self.weights, self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes), strict=True)
+        views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
+        self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
+
+    @torch.no_grad()
+    def step(self, gradients: tuple[Tensor, ...]) -> None:
+        """Change the weights in place, down their gradients."""
+        self.steps.add_(1)
+        self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would compute a power anew every few weights
+        beta1, beta2 = self.betas
+        if torch.compiler.is_compiling():
+            gradient = torch.cat([g.reshape(-1) for g in gradients])
+            self.exp_avg.lerp_(gradient, 1 - beta1)
+            self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
+            scale = (self.exp_avg_sq / (1 - self.beta_powers[1])).sqrt() + self.eps
+            change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta_powers[0]))
+            parts = zip(change.split(self.sizes), self.weights, strict=True)
+            torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
+            return
+        # The kernel goes through memory in order, so a gradient must lie there as its weight does
+        pairs = zip(gradients, self.weights, strict=True)
+        gradients = [g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in pairs]
+        torch._fused_adam_(
+            self.weights, gradients, self.exp_avgs, self.exp_avg_sqs, [], [self.steps] * len(gradients),
+            lr=self.learning_rate, beta1=beta1, beta2=beta2, eps=self.eps,
+            weight_decay=0, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+
+def compiled(device: torch.device, *functions):
+    """The functions, each compiled into one graph, gradients included; SystemExit(2) where nothing can be compiled.
+
+    A graph that breaks at the gradient takes 3.5 times as long. Three things save some twentieths each: on a CPU, to
+    launch kernels from C++ instead of Python and to draw random numbers by PyTorch's own kernels; and, at each call, to
+    check that tensors are as they were but nothing else, which is left to `refuse_changes`.
+    """
+    if device.type == "cpu":
+        try:
+            torch._inductor.cpp_builder.get_cpp_compiler()
+        except RuntimeError:
+            fail("torch.compile needs a C++ compiler (Debian, Ubuntu: apt install g++); --no-compile does without")
+    torch._dynamo.config.trace_autograd_ops = True
+    torch.compiler.reset()  # what an earlier run in this process compiled may be of other settings
+    options = dict.fromkeys(("cpp_wrapper", "fallback_random"), True) if device.type == "cpu" else {}
+    options["guard_filter_fn"] = torch.compiler.keep_tensor_guards_unsafe
+    return [torch.compile(function, fullgraph=True, options=options.copy()) for function in functions]
+
+
+def readings(name: str, value, seen: set):
+    """(name, function that reads it) of all that a function or object reaches by names; `seen` gets those in code."""
+    if not isinstance(value, nn.Module):  # what became a graph, or was compiled
+        value = getattr(value, "module", value)
+        value = getattr(value, "__wrapped__", value)
+    file = value.__code__.co_filename if hasattr(value, "__code__") else ""
+    is_library = file.startswith((os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__))))
+    if id(value) in seen or is_library or type(value).__module__.startswith("tensordict"):
+        return  # libraries have caches, which may change
+    seen.add(id(value))
+    parts = {}
+    if hasattr(value, "__code__"):
+        for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            parts[key] = partial(getattr, cell, "cell_contents")
+        codes = [value.__code__, *(x for x in value.__code__.co_consts if hasattr(x, "co_names"))]
+        seen.update(x for code in codes for x in code.co_names)
+        for key in value.__globals__.keys() & {x for code in codes for x in code.co_names}:
+            parts[key] = partial(value.__globals__.get, key)
+    elif isinstance(value, dict | list | tuple):
+        keys = value if isinstance(value, dict) else range(len(value))
+        parts = {f"{name}[{key!r}]": partial(value.__getitem__, key) for key in keys}
+    elif isinstance(value, nn.Module) or type(value).__module__ == __name__:
+        shared = vars(type(value)) if type(value).__module__ == __name__ else ()
+        parts = {f"{name}.{key}": partial(getattr, type(value), key) for key in shared if key[:2] != "__"}
+        own = [key for key in vars(value) if key[0] != "_" or key in ("_parameters", "_buffers", "_modules")]
+        parts |= {f"{name}.{key}": partial(vars(value).get, key) for key in own}
+    for key, read in parts.items():
+        yield from () if hasattr(read(), "__spec__") else [(key, read)]  # modules stay
+        yield from readings(key, read(), seen)
+
+
+def refuse_changes(function):
+    """The function; but before each call it is checked that all it reads, numbers and objects, is that of the first.
+
+    Compiled code and CUDA graphs keep what they have read at first: a change would be ignored in silence. So it ends
+    the program, with its name and exit code 2. Tensors may change in place. A check takes some microseconds.
+    """
+    names, reads, first = [], [], []
+
+    def checked(*inputs):
+        if not first:
+            seen = {"training"}
+            found = list(readings("", function, seen))  # of attributes, those count that some code names
+            found = [x for x in found if "." not in x[0] or x[0][-1] == "]" or x[0].rpartition(".")[2] in seen]
+            names[:], reads[:] = zip(*found, strict=True) if found else ((), ())
+            first[:] = [read() for read in reads]
+        now = [read() for read in reads]
+        if any(x is not y for x, y in zip(first, now, strict=True)):
+            check_equal(names, first, now)
+        if not all(isinstance(x, Tensor) for x in inputs):
+            fail("a compiled function got an argument that is no tensor: it would keep the first one")
+        return function(*inputs)
+
+    return checked
+
+
+def check_equal(names: list[str], first: list, now: list) -> None:
+    """SystemExit(2) with the name of the first number that differs, or of the first thing that is another object."""
+    for name, old, new in zip(names, first, now, strict=True):
+        is_number = isinstance(old, bool | int | float | str | np.generic | None)
+        if is_number and (type(new) is not type(old) or new != old):
+            advice = "make it a tensor and change it in place, like `optimizer.learning_rate`"
+            fail(f"`{name}` was {old} when this was compiled and is {new} now: {advice}")
+        if not is_number and new is not old:
+            fail(f"`{name}` is another {type(old).__name__} than when this was compiled: change it in place")
+
+
+def numpy_mlp(net: nn.Sequential):
+    """The function of a network on NumPy arrays (B, inputs) -> (B, outputs): 5 us for one row, where PyTorch takes 35.
+
+    It reads the memory of the parameters, which must be on the CPU, and follows when these change in place. Layers that
+    it does not know are left to PyTorch.
+    """
+    known = {nn.Tanh: np.tanh, nn.ReLU: partial(np.maximum, np.float32(0))}
+    layers = list(net) if isinstance(net, nn.Sequential) else [net]
+    linear, activations = layers[::2], [known.get(type(layer)) for layer in layers[1::2]]
+    is_known = all(type(layer) is nn.Linear and layer.bias is not None for layer in linear) and None not in activations
+    if not is_known or len(linear) != len(activations) + 1:
+        return torch.no_grad()(lambda x: net(torch.from_numpy(x)).numpy())
+    *hidden, (last_weight, last_bias) = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in linear]
+
+    def forward(x: np.ndarray) -> np.ndarray:
+        for (weight, bias), activation in zip(hidden, activations, strict=True):
+            x = activation(x.dot(weight) + bias)  # of arrays this small, `@` takes half a microsecond more
+        return x.dot(last_weight) + last_bias
+
+    return forward
+
+
+@torch.no_grad()
+def check_policy(acting, learning, obs_dim: int) -> None:
+    """Refuse a policy that acts, of arrays (B, O) -> (B, A), if the one that learns, of tensors, computes others."""
+    obs = np.random.default_rng(1).normal(size=(64, obs_dim)).astype(np.float32)
+    if not np.allclose(acting(obs), learning(torch.from_numpy(obs)), rtol=1e-3, atol=1e-3):
+        fail("the policy that acts differs from the one that learns: `numpy_mlp` is not all that `forward` computes")
+
+
+def fail(message: str) -> NoReturn:
+    """End with one line and exit code 2: the input is wrong."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def num_cores() -> int:
+    """How many CPU cores this process may use; all there are, on a system that does not tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
+    """The library that makes the environments; SystemExit(2) if none knows the id, with the ids that come near."""
+    sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
+    libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"], []
+    for library in libraries if in_process else reversed(libraries):
+        # EnvPool takes half a second to import
+        ids = gym.registry if library == "gymnasium" else importlib.import_module("envpool").list_all_envs()
+        if env_id in ids or (library == "gymnasium" and ":" in env_id):
+            return library
+        known += ids
+    name = env_id.removeprefix("ALE/").replace("NoFrameskip-v4", "-v5")  # what others call EnvPool's Atari games
+    near = dict.fromkeys(difflib.get_close_matches(name, known))
+    fail(f"no environment {env_id} in {' or '.join(libraries)}" + bool(near) * f"; close to it: {', '.join(near)}")
+
+
+def runs_in_process(args: Args, num_envs: int) -> bool:
+    """Whether environments step in this process: a single one and, by default, a few whose step is short."""
+    is_short = args.env_id.startswith(("CartPole-", "MountainCar", "Pendulum-"))
+    by_default = args.env_backend == "auto" and is_short and num_envs <= 8  # to wake a thread takes longer
+    return args.sync_envs or num_envs == 1 or by_default
+
+
+def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.Env:
+    """One Gymnasium environment with flat observations (O,). A worker process leaves signals to its parent."""
+    if multiprocessing.parent_process() is not None:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.SIG_IGN)
+    # No warnings that nobody can act upon: of old ids, which published results are of, and of old attributes in models
+    warnings.filterwarnings("ignore", ".*out of date")
+    if "mujoco" in str(env):
+        importlib.import_module("mujoco").set_mju_user_warning(lambda _message: None)
+    env = gym.make(env, disable_env_checker=True, **settings)
+    if not env.observation_space.is_np_flattenable:
+        raise ValueError(f"observations are {env.observation_space}, of which there is no vector")
+    is_flat = isinstance(env.observation_space, gym.spaces.Box) and len(env.observation_space.shape) == 1
+    return env if is_flat else gym.wrappers.FlattenObservation(env)
+
+
+class SyncEnvs:
+    """Environments stepped in turn in this process; for a single one, a step takes 14 us less than in SyncVectorEnv."""
+
+    def __init__(self, env_fns: list):
+        self.envs, self.done = [env_fn() for env_fn in env_fns], np.zeros(len(env_fns), dtype=bool)
+        self.single_observation_space = self.envs[0].observation_space
+        self.single_action_space = self.envs[0].action_space
+
+    def reset(self, seed: list[int]):
+        return np.array([env.reset(seed=env_seed)[0] for env, env_seed in zip(self.envs, seed, strict=True)]), {}
+
+    def step(self, action: np.ndarray):
+        action = action.copy()  # an environment may change or keep its action
+        rows, reward, infos = [], np.zeros(len(action)), [{}] * len(action)
+        terminated, truncated = np.zeros(len(action), dtype=bool), np.zeros(len(action), dtype=bool)
+        for i, env in enumerate(self.envs):
+            if self.done[i]:
+                obs, _ = env.reset()
+            else:
+                obs, reward[i], terminated[i], truncated[i], infos[i] = env.step(action[i])
+            rows.append(obs)
+        self.done = terminated | truncated
+        return np.array(rows), reward, terminated, truncated, infos
+
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
+
+
+@contextlib.contextmanager
+def light_start():
+    """Worker processes started herein ignore signals, have one thread, and do not import this file.
+
+    Else multiprocessing imports the main module in each, and PyTorch with it: 1.6 s and 230 MB instead of 0.2 s and
+    40 MB. So, meanwhile, an empty module takes its place.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+
+
+def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
+    """Environments, each in a worker process of its own."""
+    print(f"starting {len(env_fns)} worker processes", file=sys.stderr)
+    multiprocessing.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
+    with light_start():
+        vector = gym.vector.AsyncVectorEnv(env_fns, context="forkserver")
+    atexit.register(lambda: [process.kill() for process in vector.processes])  # else a run that broke may wait for them
+    return vector
+
+
+def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
+    """Raise a ValueError at a NaN or infinity; but nobody looks at what follows a termination: there it becomes 0."""
+    flat = obs.ravel()
+    if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
+        obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
+        if not (np.abs(obs).max() < 3e38 and np.abs(reward).max() < 3e38):
+            raise ValueError("an observation or a reward is NaN or infinite")
+
+
+def numbers_in(info: dict) -> dict[str, float]:
+    """The finite numbers of an `info`, such as is_success; not those that EnvPool keeps for itself."""
+    numbers = {key: x for key, x in info.items() if isinstance(x, bool | int | float | np.bool_ | np.number)}
+    is_own = ("_", "env_id", "elapsed_step")
+    return {key: float(x) for key, x in numbers.items() if math.isfinite(x) and not key.startswith(is_own)}
+
+
+class Envs:
+    """N environments side by side: flat observations (N, O); actions (N, A), or (N,) where they are discrete.
+
+    Autoreset is one step late, whatever the backend: the observation at an episode's end is its true last one, and the
+    next step ignores its action, resets that environment and returns reward 0. This row is no step of the environment.
+    """
+
+    def __init__(self, args: Args, seeds: list[int]):
+        self.num_envs, self.seeds, self.infos, self.stop = len(seeds), seeds, defaultdict(list), fail
+        in_process = runs_in_process(args, len(seeds))
+        try:
+            settings = dict(json.loads(args.env_kwargs))
+            warnings.filterwarnings("ignore", ".*precision lowered")  # by EnvPool's spaces
+            self.backend = choose_backend(args.env_id, args.env_backend, in_process)
+            if self.backend == "envpool":
+                settings |= {"num_envs": len(seeds), "seed": seeds, "num_threads": min(len(seeds), num_cores())}
+                self.vector = importlib.import_module("envpool").make_gymnasium(args.env_id, **settings)
+                self.observation_space, self.action_space = self.vector.observation_space, self.vector.action_space
+            else:
+                # A record instead of the id, since what this file registers is unknown in a worker process
+                env_fns = [partial(make_env, gym.registry.get(args.env_id, args.env_id), settings)] * len(seeds)
+                self.vector = (SyncEnvs if in_process else worker_envs)(env_fns)
+                self.observation_space = self.vector.single_observation_space
+                self.action_space = self.vector.single_action_space
+            self.obs_dim = gym.spaces.flatdim(self.observation_space)
+        except Exception as error:  # whatever a constructor brings up
+            fail(f"can't make environment {args.env_id}: {type(error).__name__}: {error}")
+        self.action_shape = (len(seeds), *self.action_space.shape)
+        where = "threads" if self.backend == "envpool" else "this process" if in_process else "worker processes"
+        self.summary = f"environments: {len(seeds)} by {self.backend}, in {where}"
+        warn_of_pixels(self.observation_space, self.obs_dim)
+
+    def flatten(self, obs) -> np.ndarray:
+        if isinstance(self.observation_space, gym.spaces.Box):
+            return obs.reshape(self.num_envs, -1)
+        rows = [{key: obs[key][i] for key in obs} for i in range(self.num_envs)] if isinstance(obs, dict) else obs
+        return np.stack([gym.spaces.flatten(self.observation_space, row) for row in rows])
+
+    def reset(self) -> np.ndarray:
+        """Start an episode in each environment -> observation (N, O)."""
+        try:
+            obs, _ = self.vector.reset() if self.backend == "envpool" else self.vector.reset(seed=self.seeds)
+            obs = self.flatten(obs)
+            check_finite(obs, np.zeros(1), np.zeros(len(obs), dtype=bool))
+        except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
+            self.stop(self.explain(error))
+        return obs
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Step each environment: action -> observation (N, O), reward (N,), terminated (N,), truncated (N,)."""
+        try:
+            obs, reward, terminated, truncated, infos = self.vector.step(action.reshape(self.action_shape))
+            obs = self.flatten(obs)
+            check_finite(obs, reward, terminated)
+        except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
+            self.stop(self.explain(error))
+        if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
+            self.note_ends(infos, terminated | truncated)
+        return obs, reward, terminated, truncated
+
+    def explain(self, error: Exception) -> str:
+        """What broke, in one line; an environment's traceback is printed."""
+        if not isinstance(error, EOFError | ConnectionError):
+            traceback.print_exception(error)
+            return f"{type(error).__name__}: {error}"
+        self.vector.closed = True  # else, at exit, it would wait for the answer of the dead
+        time.sleep(0.1)  # until its exit code is there
+        dead = [f"{i} (exit code {p.exitcode})" for i, p in enumerate(self.vector.processes) if not p.is_alive()]
+        return f"environment worker {', '.join(dead)} died"
+
+    def note_ends(self, infos, done: np.ndarray) -> None:
+        """Keep the numbers that `info` holds of each episode that ended, for the log."""
+        for i in np.flatnonzero(done):
+            if isinstance(infos, list):
+                info = infos[i]
+            else:  # arrays (N, ...); of worker processes, `_key` says which environments have that key
+                arrays = {key: x for key, x in infos.items() if np.ndim(x) and infos.get(f"_{key}", done)[i]}
+                info = {key: x[i] for key, x in arrays.items()}
+            for key, value in numbers_in(info).items():
+                self.infos[key].append(value)
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):  # a worker may be dead
+            self.vector.close()
+
+
+def sees_frames(space: gym.Space) -> bool:
+    """Whether observations are stacks of frames of 84 x 84 bytes, as EnvPool's Atari games give them."""
+    return isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and space.shape[1:] == (84, 84)
+
+
+def warn_of_pixels(space: gym.Space, obs_dim: int) -> None:
+    if space.dtype == np.uint8 and obs_dim > 1000 and not sees_frames(space):
+        print("note: these pixels go into an MLP; frames of 84 x 84 would go into convolutions", file=sys.stderr)
+
+
+def check_actions(args: Args, space: gym.Space) -> None:
+    if not isinstance(space, gym.spaces.Discrete) and (space.dtype is None or space.dtype.kind != "f"):
+        fail(f"{args.env_id} has actions {space}; this script takes Discrete or float actions")
+
+
+def get_weights(module: nn.Module) -> np.ndarray:
+    """All weights as one vector (P,), which is what goes to runners."""
+    return torch.cat([weight.detach().reshape(-1) for weight in module.parameters()]).cpu().numpy()
+
+
+@torch.no_grad()
+def set_weights(module: nn.Module, vector: np.ndarray) -> None:
+    weights = list(module.parameters())
+    parts = torch.tensor(vector, device=weights[0].device).split([weight.numel() for weight in weights])
+    torch._foreach_copy_(weights, [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)])
+
+
+class Clock:
+    """What time is spent on: each lap adds the seconds since the one before to a name, and returns them."""
+
+    def __init__(self):
+        self.seconds, self.last = defaultdict(float), time.perf_counter()
+
+    def lap(self, name: str) -> float:
+        now = time.perf_counter()
+        spent, self.last = now - self.last, now
+        self.seconds[name] += spent
+        return spent
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        self.seconds[source] -= seconds
+        self.seconds[target] += seconds
+
+
+def take(counts: dict) -> dict:
+    """What a dictionary holds, which is empty after that."""
+    return {name: counts.pop(name) for name in list(counts)}
+
+
+def time_of_resets(spent: np.ndarray, is_reset: np.ndarray) -> float:
+    """The seconds (T,) by which steps of environments with a reset among them (T, V) took longer than the others."""
+    has_reset = is_reset.any(1)
+    if not has_reset.any() or has_reset.all():
+        return 0.0
+    return float(np.clip(spent[has_reset] - spent[~has_reset].mean(), 0, None).sum())
+
+
+class Runners:
+    """What the learner sees of its runners, wherever they are."""
+
+    SHARES = ("env_step", "env_reset", "inference", "runners_waiting", "learner_waiting", "learning", "weights")
+
+    def __init__(self, args: Args, run: "Run"):
+        self.args, self.run = args, run
+        self.infos, self.stop = defaultdict(list), fail  # `Run.open` puts a gentler way to stop here
+        self.seeds = run.env_seeds(max(1, args.num_runners) * args.envs_per_runner)
+        self.clock, self.seconds, self.staleness, self.queue = Clock(), defaultdict(float), [], []
+        self.alive, self.restarts, self.late = set(), 0, 0
+
+    def note(self, report: dict) -> None:
+        """Count what a fragment brings."""
+        self.run.step += report["steps"]
+        self.run.episodes += report["episodes"]
+        self.staleness.append(self.run.num_updates - report["version"])
+        for name, seconds in report["seconds"].items():
+            self.seconds[name] += seconds
+        for name, values in report["infos"].items():
+            self.infos[name] += values
+
+    def metrics(self) -> dict[str, float]:
+        """Since the last line of the log. The shares of the time of all processes sum to 100 %."""
+        for name, seconds in take(self.clock.seconds).items():
+            self.seconds[name] += seconds
+        total, seconds = sum(self.seconds.values()), take(self.seconds)
+        shares = {f"time/{name}": 100 * seconds.get(name, 0.0) / total for name in self.SHARES}
+        counts = {"alive": len(self.alive), "restarts": self.restarts, "late": self.late}
+        counts["queue"] = float(np.mean(self.queue))
+        staleness = {"staleness": float(np.mean(self.staleness)), "staleness_max": max(self.staleness)}
+        self.queue, self.staleness = [], []
+        return {f"runners/{name}": x for name, x in (counts | staleness).items()} | shares
+
+
+class OneRunner(Runners):
+    """The only runner, in this process: fragments and updates follow each other."""
+
+    def __init__(self, args: Args, run: "Run"):
+        super().__init__(args, run)
+        if args.num_learners > 1:
+            fail("--num-learners is for --num-runners 1 or more")
+        self.runner, self.alive = Runner(args, self.seeds), {0}
+        self.envs, self.clock = self.runner.envs, self.runner.clock  # one clock, as nobody waits
+        self.spaces = self.envs.observation_space, self.envs.action_space
+        self.backend, self.close = self.envs.backend, self.envs.close
+
+    def publish(self, *weights) -> None:
+        self.weights = weights
+
+    def collect(self, batch_fragments: int, _num_learners: int) -> tuple[tuple, tuple]:
+        self.clock.lap("learning")
+        self.envs.stop, found = self.stop, []
+        for _ in range(batch_fragments):
+            self.run.stop_if_asked()
+            found.append(self.runner.sample(*self.weights))
+            self.note(found[-1][0])
+        self.queue.append(0)
+        return tuple(zip(*found, strict=True))
+
+
+def start_ray(args: Args):
+    """Join the cluster of --ray-address, or start Ray on this machine -> its module; SystemExit(2) where that fails."""
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"} | os.environ
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError:
+        fail("--num-runners needs Ray (pip install -r requirements/requirements-ray.txt); --num-runners 0 does without")
+    others = max(0, args.num_learners - 1)
+    needs = {"CPU": args.num_runners * args.cpus_per_runner + others * args.cpus_per_learner}
+    needs["GPU"] = args.num_runners * args.gpus_per_runner + others * args.gpus_per_learner
+    has = {"CPU": needs["CPU"], "GPU": torch.cuda.device_count()}  # here, more runners than cores take turns
+    settings = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    try:
+        if args.ray_address not in (None, "auto"):  # Ray itself would wait for minutes
+            host, _, port = args.ray_address.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=5).close()
+        if not ray.is_initialized() and (args.ray_address or needs["GPU"] <= has["GPU"]):
+            local = {"address": "local", "num_cpus": max(num_cores(), math.ceil(needs["CPU"]))}
+            ray.init(**settings, **({"address": args.ray_address} if args.ray_address else local))
+    except Exception as error:
+        fail(f"can't use Ray, --ray-address {args.ray_address}: {type(error).__name__}: {error}")
+    has = ray.cluster_resources() if ray.is_initialized() else has
+    for name, need in needs.items():
+        if need > has.get(name, 0):
+            fail(f"runners and learners need {need:g} {name}s, the cluster has {has.get(name, 0):g}")
+    if __name__ != "__main__":
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # this text is the one that all processes run
+    return ray
+
+
+def versions() -> dict[str, str]:
+    """Of what runners and learners must agree on."""
+    names = ("torch", "numpy", "gymnasium", "envpool", "ray")
+    return {"python": sys.version.split()[0]} | {name: version(name).partition("+")[0] for name in names}
+
+
+class RemoteRunner:
+    """A runner in a process of Ray's. An environment that breaks is an exception of `sample`."""
+
+    def __init__(self, args: Args, seeds: list[int], spec: gym.envs.registration.EnvSpec | None):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the learner's
+        torch.set_num_threads(max(1, int(args.cpus_per_runner)))
+        if spec is not None:
+            gym.registry.setdefault(spec.id, spec)  # as the learner's file may have registered it
+        self.parts = args, seeds
+
+    def open(self) -> dict:
+        """Make the environments -> what the learner must know."""
+        with contextlib.redirect_stderr(io.StringIO()) as output:
+            try:
+                self.runner = Runner(*self.parts)
+            except SystemExit:
+                raise RuntimeError(output.getvalue().strip().splitlines()[-1].removeprefix("error: ")) from None
+        envs, node = self.runner.envs, importlib.import_module("ray").util.get_node_ip_address()
+        envs.stop = self.give_up
+        news = {"spaces": (envs.observation_space, envs.action_space), "backend": envs.backend}
+        return news | {"versions": versions(), "place": f"process {os.getpid()} on {node}"}
+
+    def give_up(self, message: str) -> NoReturn:
+        raise RuntimeError(message)
+
+    def sample(self, *weights) -> tuple[dict, tuple[np.ndarray, ...]]:
+        return self.runner.sample(*weights)
+
+
+class RayRunners(Runners):
+    """Runners as actors of Ray, wherever in the cluster there is room.
+
+    By default each is asked for two fragments: it works at one, and need not wait for the learner to begin the next,
+    but never runs far ahead. With --rollout first-ready it is asked for the next when one has come, and what is older
+    than one update is left out; with batched, each brings one by the newest weights, and all are waited for.
+
+    A runner that dies, or whose environment raises, is replaced by another, with new seeds; what it was asked for is
+    lost. The learner goes on with what the others bring.
+    """
+
+    def __init__(self, args: Args, run: "Run"):
+        super().__init__(args, run)
+        choose_backend(args.env_id, args.env_backend, in_process=False)  # a typing error is found before Ray starts
+        self.own_ray, self.ray = "ray" not in sys.modules or not sys.modules["ray"].is_initialized(), start_ray(args)
+        place = {"num_cpus": args.cpus_per_runner, "num_gpus": args.gpus_per_runner, "scheduling_strategy": "SPREAD"}
+        self.remote, self.actors, self.places, self.weights = self.ray.remote(**place)(RemoteRunner), {}, {}, None
+        asking = {"batched": (1, 0), "first-ready": (1, 1)}
+        self.ahead, self.most_stale = asking.get(getattr(args, "rollout", None), (2, math.inf))
+        self.in_flight = {}  # what will be a runner's report -> whose, and what will be the fragment that it is about
+        self.failures = [0] * args.num_runners  # in a row
+        self.deadline = time.monotonic() + args.fragment_timeout
+        for index in range(args.num_runners):
+            self.start(index)
+        while len(self.alive) < (1 if self.most_stale else args.num_runners):
+            for reference in self.ready():
+                self.hear(reference)
+
+    def start(self, index: int) -> None:
+        """Let Ray start a runner; after the death of one, with seeds that none has had."""
+        seeds = self.seeds[index * self.args.envs_per_runner :][: self.args.envs_per_runner]
+        if self.restarts:
+            seeds = (np.random.SeedSequence([*seeds, self.restarts]).generate_state(len(seeds)) >> 1).tolist()
+        self.actors[index] = self.remote.remote(self.args, seeds, gym.registry.get(self.args.env_id))
+        self.in_flight[self.actors[index].open.remote()] = index, None
+
+    def admit(self, index: int, news: dict) -> None:
+        """Let a runner that has made its environments take part."""
+        own = versions()
+        differ = [f"{name} {x}, here it is {own[name]}" for name, x in news["versions"].items() if x != own[name]]
+        if differ:
+            self.stop(f"runner {index} ({news['place']}) has {'; '.join(differ)}")
+        self.places[index], self.spaces, self.backend = news["place"], news["spaces"], news["backend"]
+        self.alive.add(index)
+        self.ask(index, self.ahead)
+
+    def ask(self, index: int, count: int) -> None:
+        """Let so many fragments be asked of a runner, by the newest weights."""
+        asked = sum(other == index for other, _ in self.in_flight.values())
+        for _ in range(count - asked if self.weights else 0):
+            report, fragment = self.actors[index].sample.options(num_returns=2).remote(*self.weights)
+            self.in_flight[report] = index, fragment
+
+    def publish(self, version: int, weights: np.ndarray, *others) -> None:
+        """Ask by these weights from now on. A small vector goes along with each question, a large one is put once."""
+        self.clock.lap("learning")
+        self.weights = version, weights if weights.nbytes < 100_000 else self.ray.put(weights), *others
+        for index in self.alive:
+            self.ask(index, self.ahead)
+        self.clock.lap("weights")
+
+    def ready(self) -> list:
+        """References of what runners have done, in the order in which they were asked; within half a second."""
+        references = list(self.in_flight)
+        ready, _ = self.ray.wait(references, num_returns=len(references), timeout=0)
+        self.queue.append(len(ready))
+        if not ready and time.monotonic() > self.deadline:
+            self.stop(f"no runner has done anything for {self.args.fragment_timeout:g} s; {len(self.alive)} are alive")
+        return ready or self.ray.wait(references, num_returns=1, timeout=0.5)[0]
+
+    def hear(self, reference, found: list | None = None, num_ours: int = 0) -> None:
+        """Take what a runner has done: a fragment goes to a free place in `found`, with its report.
+
+        Those for other learners, after the first `num_ours` places, stay references.
+        """
+        index, fragment = self.in_flight.pop(reference, (None, None))
+        if index is None:
+            return  # the runner has been buried meanwhile
+        try:
+            news = self.ray.get(reference)
+            is_late = fragment is not None and self.run.num_updates - news["version"] > self.most_stale
+            if fragment is not None and not is_late:
+                place = index if not self.most_stale and found[index] is None else found.index(None)
+                found[place] = news, self.ray.get(fragment) if place < num_ours else fragment
+        except self.ray.exceptions.RayError as error:
+            self.bury(index, error)
+            return
+        self.deadline = time.monotonic() + self.args.fragment_timeout
+        if fragment is None:
+            self.admit(index, news)
+            return
+        self.failures[index] = 0
+        self.late += is_late
+        if self.most_stale:
+            self.ask(index, 1)
+
+    def collect(self, batch_fragments: int, num_learners: int) -> tuple[tuple, tuple]:
+        """Reports and fragments, first those for this learner's batch; references to those for the others."""
+        self.clock.lap("learning")
+        found = [None] * (batch_fragments * num_learners)
+        while None in found:
+            self.run.stop_if_asked()
+            for reference in self.ready()[: found.count(None)]:
+                self.hear(reference, found, batch_fragments)
+            asked = sum(fragment is not None for _, fragment in self.in_flight.values())
+            idle = sorted(self.alive - {index for index, _ in self.in_flight.values()})
+            for index in idle[: max(0, found.count(None) - asked)]:
+                self.ask(index, 1)  # in the place of one that has died
+        for report, _ in found:
+            self.note(report)
+        self.clock.lap("learner_waiting")
+        return tuple(zip(*found, strict=True))
+
+    def bury(self, index: int, error: Exception) -> None:
+        """Replace a runner that died, or broke; but end the run if one does so again and again."""
+        cause, details = getattr(error, "cause", None), str(error).partition("exit detail: ")[2]
+        name = "" if type(cause) is RuntimeError else f"{type(cause or error).__name__}: "
+        summary = " ".join(f"{name}{cause or details.partition('. ')[0] or error}".split())
+        if cause is not None and not self.alive and not self.restarts:
+            fail(summary)
+        death = f"runner {index} ({self.places.pop(index, 'not yet up')}) died: {summary}"
+        self.alive.discard(index)
+        self.in_flight = {x: (other, fragment) for x, (other, fragment) in self.in_flight.items() if other != index}
+        self.ray.kill(self.actors[index])
+        self.failures[index] += 1
+        if self.failures[index] == 3:
+            self.stop(f"{death}; so it did 3 times without a fragment in between")
+        if self.restarts == self.args.runner_restarts:
+            self.stop(f"{death}; --runner-restarts {self.restarts} are used up")
+        self.restarts += 1
+        tqdm.write(f"{death}; restart {self.restarts}", file=sys.stderr)
+        self.start(index)
+
+    def close(self) -> None:
+        for actor in self.actors.values():
+            self.ray.kill(actor)
+        if self.own_ray:
+            self.ray.shutdown()
+
+
+class GradientRunners(RayRunners):
+    """Runners of Ray that are asked for one gradient at a time, by weights that already have their last one in them."""
+
+    def __init__(self, args: Args, run: "Run"):
+        for module in [x for x in sys.modules.values() if type(x).__name__ == "ConfigModuleInstance"]:
+            # PyTorch's, which `compiled` refers to; other modules can be pickled
+            copyreg.pickle(type(module), lambda module: (importlib.import_module, (module.__name__,)))
+        super().__init__(args, run)
+
+    def ask(self, index: int, count: int) -> None:
+        """A3C asks when weights are published, not already when a gradient has come, which they do not have in them."""
+        super().ask(index, count if self.args.sync_gradients else count - 1)
+
+
+def validate(args: Args) -> torch.device:
+    """Refuse settings that can't work, before any work is done; returns the device to learn on."""
+    for name, value in asdict(args).items():
+        least, most = LIMITS.get(name, (int(type(value) is int), math.inf))
+        if type(value) in (int, float) and not (least <= value <= most and math.isfinite(value)):
+            bound = f" and at most {most}" if most < math.inf else " and finite" * (type(value) is float)
+            fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}")
+    try:
+        device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("it must be auto, cpu, cuda or cuda:N")
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        fail(f"--device {args.device}: {error}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # CUDA graphs are recorded on the current device
+    return device
+
+
+def typed_flags() -> list[str]:
+    """What was typed, CleanRL's --cuda as ours; SystemExit(2) at its flags that are not here, with what there is."""
+    words = [{"--cuda": "--device=auto", "--no-cuda": "--device=cpu"}.get(word, word) for word in sys.argv[1:]]
+    instead = {"--torch-deterministic": "runs on a CPU always are", "--save-model": "each run leaves checkpoint.pt"}
+    instead["--capture-video"] = "./run.sh evaluate RUN_DIR --video FILE.mp4"
+    for flag in [word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in words]:
+        if flag in instead:
+            fail(f"{flag} is a flag of CleanRL's; here {instead[flag]}")
+    return words
+
+
+def load_checkpoint(args: Args) -> tuple[Args, dict]:
+    """The settings and the checkpoint of the run to resume; without --resume the settings as they are, and nothing."""
+    if args.resume is None:
+        return args, {}
+    try:
+        # Mapped, not read: a replay buffer goes from the file straight to its place
+        checkpoint = torch.load(Path(args.resume, "checkpoint.pt"), map_location="cpu", weights_only=True, mmap=True)
+        if checkpoint["script"] != Path(__file__).name:
+            raise ValueError(f"this is a run of {checkpoint['script']}")
+        saved = Args(**checkpoint["args"])
+    except Exception as error:  # whatever unpickling a broken file brings up
+        fail(f"can't resume {args.resume}: {type(error).__name__}: {error}")
+    typed = {word.partition("=")[0].lstrip("-").replace("-", "_").removeprefix("no_") for word in sys.argv[1:]}
+    defaults = {field.name: field.default for field in fields(Args)}
+    given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
+    for name, value in given.items():
+        may_change = name in ("resume", "device") or (name == "total_timesteps" and value > saved.total_timesteps)
+        if value != getattr(saved, name) and not may_change:
+            fail(f"--{name.replace('_', '-')}: a resumed run keeps its settings, but for a longer --total-timesteps")
+    if given.get("total_timesteps", saved.total_timesteps) != saved.total_timesteps:
+        print("what is annealed over the run now follows the new --total-timesteps", file=sys.stderr)
+    return replace(saved, **given), checkpoint
+
+
+class Run:
+    """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
+
+    At the first SIGINT or SIGTERM `stopped_by` is set, and the loop is to end. The second one kills.
+    """
+
+    def __init__(self, args: Args):
+        """Take up the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
+        self.args, self.checkpoint = load_checkpoint(args)
+        self.device = validate(self.args)
+        counters = (self.checkpoint.get(name, 0) for name in ("global_step", "iteration", "num_updates", "seconds"))
+        self.step, self.iteration, self.num_updates, self.seconds = counters
+        self.logged_step = self.saved_step = self.first_step = self.step
+        self.episodes, self.returns, self.stopped_by = [], deque(maxlen=100), None
+        self.checkpoint_every = self.args.checkpoint_every or max(1, self.args.total_timesteps // 10)
+        random.seed(self.args.seed)
+        np.random.seed(self.args.seed % 2**32)
+        torch.manual_seed(self.args.seed)
+
+    def env_seeds(self, num_envs: int) -> list[int]:
+        """A seed for each environment: 31 bits, as EnvPool takes them. No other run has it, nor had this one before."""
+        return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
+
+    def restore(self) -> None:
+        """Load state and random numbers from the checkpoint."""
+        try:
+            for name, part in self.state.items():
+                part.load_state_dict(self.checkpoint[name])
+        except (KeyError, RuntimeError) as error:
+            fail(f"can't resume {self.args.resume}: its checkpoint is of another version of this file: {error}")
+        rng = self.checkpoint["rng"]
+        random.setstate(rng["python"])
+        np.random.set_state(tuple(rng["numpy"]))
+        torch.set_rng_state(rng["torch"])
+        if self.device.type == "cuda" and rng["cuda"] is not None:
+            torch.cuda.set_rng_state(rng["cuda"])
+        self.checkpoint = None  # frees a replay buffer
+
+    def open(self, envs, **state) -> None:
+        """Load the parts of `state` from a checkpoint, to which they will be saved; open the run's folder."""
+        self.envs, self.state, envs.stop = envs, state, self.close
+        if self.checkpoint:
+            self.restore()
+        self.keep_rng()
+        name = f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}__{int(time.time())}"
+        self.dir = Path(self.args.resume or self.args.run_dir or "runs/" + name.replace("/", "_").replace(":", "_"))
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            if not self.args.resume and any(self.dir.iterdir()):
+                fail(f"the run folder {self.dir} is not empty; --resume goes on with a run")
+            self.open_files()
+        except (OSError, ImportError, ValueError) as error:
+            fail(f"can't use the run folder {self.dir}: {error}")
+        if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
+            print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
+        if getattr(self.args, "learning_starts", 0) >= self.args.total_timesteps:
+            print("note: the run is over before --learning-starts: nothing will be learnt", file=sys.stderr)
+        print(getattr(envs, "summary", f"environments: {self.args.env_id}"), file=sys.stderr)
+        self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
+        total, initial = self.args.total_timesteps, self.step
+        self.bar = tqdm(total=total, initial=initial, unit=" steps", unit_scale=True, disable=None)
+        self.start_time = time.perf_counter() - self.seconds
+
+    def open_files(self) -> None:
+        """Write the configuration or, to resume, cut the log back to the checkpoint; then open the log to append."""
+        log, config, lines = self.dir / "metrics.jsonl", self.dir / "config.json", []
+        git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
+        commit = subprocess.getoutput(git) or None
+        if not self.args.resume:
+            packages = ("torch", "tensordict", "gymnasium", "envpool", "numpy")
+            values = {
+                "script": Path(__file__).name,
+                "args": asdict(self.args),
+                "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
+                "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
+                "cores": num_cores(),
+                "env_backend": getattr(self.envs, "backend", None),
+                "matmul_precision": torch.get_float32_matmul_precision(),
+                "commit": commit,
+            }
+        else:
+            values = json.loads(config.read_text())
+            values["resumed"] = [*values.get("resumed", []), {"global_step": self.step, "commit": commit}]
+        values.setdefault("id", os.urandom(8).hex())  # in Weights & Biases
+        config.write_text(json.dumps(values, indent=2) + "\n")
+        for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line is left out
+                lines += [line + "\n"] if json.loads(line)["global_step"] <= self.step else []
+        log.with_suffix(".tmp").write_text("".join(lines))
+        log.with_suffix(".tmp").replace(log)
+        self.file, self.writer = log.open("a", buffering=1), None
+        if self.args.track:
+            import wandb
+
+            names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.dir.name}
+            wandb.init(**names, id=values["id"], resume="allow", config=asdict(self.args), sync_tensorboard=True)
+        if self.args.tensorboard or self.args.track:
+            from torch.utils.tensorboard import SummaryWriter  # takes a second
+
+            self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if self.args.resume else None)
+
+    def on_signal(self, signum: int, _frame) -> None:
+        self.stopped_by = signum
+        signal.signal(signum, signal.SIG_DFL)
+
+    def keep_rng(self) -> None:
+        """Note the random state as of now: a rollout that is broken off has drawn numbers which must not count."""
+        name, keys, *rest = np.random.get_state()
+        self.rng = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state()}
+        self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Write a line, with the means over the episodes that ended since the last one; save if a checkpoint is due."""
+        seconds = time.perf_counter() - self.start_time
+        metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
+        if self.episodes:
+            self.returns.extend(episode_return for episode_return, _ in self.episodes)
+            means = np.mean(self.episodes, axis=0).tolist()
+            metrics["charts/episodic_return"], metrics["charts/episodic_length"] = means
+            metrics["charts/episodes"] = len(self.episodes)
+        metrics |= {f"info/{key}": sum(values) / len(values) for key, values in self.envs.infos.items()}
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                sys.exit(f"error: {name} is {value} at step {self.step}; the last checkpoint is from {self.saved_step}")
+            if self.writer:
+                self.writer.add_scalar(name, value, self.step)
+        try:
+            self.file.write(json.dumps({"global_step": self.step, "seconds": round(seconds, 3), **metrics}) + "\n")
+        except OSError as error:
+            sys.exit(f"error: can't write the log: {error}; the last checkpoint is from {self.saved_step}")
+        self.bar.set_postfix({"return": f"{np.mean(self.returns or [math.nan]):.1f}"}, refresh=False)
+        self.bar.update(self.step - self.logged_step)
+        self.logged_step, self.seconds = self.step, seconds
+        self.episodes.clear()
+        self.envs.infos.clear()
+        self.keep_rng()
+        if self.step // self.checkpoint_every > self.saved_step // self.checkpoint_every:
+            self.save()
+
+    def save(self) -> None:
+        """Write the checkpoint beside the old one, then put it in its place: at any moment the disk has a whole one."""
+        state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng}
+        state |= {"script": Path(__file__).name, "args": asdict(self.args), "seconds": self.seconds}
+        state |= {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
+        new = self.dir / "checkpoint.tmp"
+        try:
+            with new.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(self.dir / "checkpoint.pt")
+        except (OSError, RuntimeError) as error:
+            new.unlink(missing_ok=True)
+            sys.exit(f"error: can't write a checkpoint: {error}; the last one is of step {self.saved_step}")
+        self.saved_step = self.step
+
+    def goes_on(self) -> bool:
+        return self.step < self.args.total_timesteps and self.stopped_by is None
+
+    def is_due(self) -> bool:
+        """Whether the log is, or a checkpoint, which comes with a line of the log, or whether this is the end."""
+        intervals = (self.args.log_every, self.checkpoint_every)
+        return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
+
+    def stop_if_asked(self) -> None:
+        """In a rollout: end the run as of its last update after a signal, since a rollout may take minutes."""
+        if self.stopped_by is not None:
+            self.close()
+
+    def close(self, error: str | None = None) -> Path:
+        """End the run: save, and say how it went; returns its folder. After an error or a signal, end the program."""
+        if self.step > self.logged_step:
+            self.log({})
+        if self.step > self.saved_step:
+            self.save()
+        self.envs.close()
+        self.bar.close()
+        self.file.close()
+        if self.writer:
+            self.writer.close()
+        for signum, handler in self.handlers.items():
+            signal.signal(signum, handler)
+        hint = f"to go on: --resume {self.dir}" if self.saved_step else "there is no checkpoint yet"
+        if error:
+            sys.exit(f"error: {error}, at step {self.step}; {hint}")
+        if self.step == self.first_step > 0 and self.stopped_by is None:
+            print("this run was finished before; a greater --total-timesteps lets it go on")
+        print(
+            f"{self.step:,} steps in {self.seconds:.1f} s, mean return of the last {len(self.returns)} episodes "
+            f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"
+        )
+        if self.stopped_by is not None:
+            print(f"stopped by a signal; {hint}", file=sys.stderr)
+            sys.exit(128 + self.stopped_by)
+        return self.dir
+
+
+if __name__ == "__main__":
+    train(tyro.cli(Args, args=typed_flags()))

@@ -1,0 +1,1604 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch==2.13.0", "tensordict==0.15.3", "gymnasium[mujoco]==1.4.0", "envpool==1.2.5",
+#     "tyro==1.0.17", "numpy==2.4.6", "tqdm==4.70.1", "tensorboard==2.21.0", "ray[default]==2.60.0",
+# ]
+# ///
+"""Ape-X DQN, distributed prioritized experience replay, on Ray: from one process to a cluster by flags alone.
+
+Horgan et al. (2018), "Distributed Prioritized Experience Replay", https://arxiv.org/abs/1803.00933; its replay by
+Schaul et al. (2016), "Prioritized Experience Replay", https://arxiv.org/abs/1511.05952; `--dueling` by Wang et al.
+(2016), "Dueling Network Architectures for Deep Reinforcement Learning", https://arxiv.org/abs/1511.06581.
+
+    python apex_dqn_ray.py --env-id CartPole-v1 --num-runners 2
+    python apex_dqn_ray.py --env-id Pong-v5 --dueling --clip-rewards --buffer-size 1000000
+    python apex_dqn_ray.py --ray-address auto --num-runners 64 --replay-shards 4    # after `ray start`
+
+Its compiled twin is `apex_dqn_ray_torchcompile.py`; the diff of the two shows all that compiling takes.
+Shapes: T = fragment_steps, V = envs_per_runner, n = n_step, B = batch_size, O = size of an observation, F = frames in
+it (1 if it is a vector), A = number of actions, P = number of parameters.
+
+Runners step environments, each environment with its own share of random actions, and send fragments: T transitions of V
+environments, with n-step returns and first priorities. The learner, this process, keeps the last fragments and learns
+from transitions drawn by their priorities, always the same number for each one that comes. With --num-runners 0 all
+happens in this process, one after the other, without Ray and the same each time.
+
+Departures from the paper: Adam instead of RMSProp; the oldest fragment makes room at once; runners get weights with
+each question. Returns in the log are of environments that act at random in less than 1 % of their steps.
+
+How to read on: settings, network, formulas; `PrioritizedReplay` and `Runner`, the halves of the algorithm; `train`,
+which brings them together. Below the rule is nothing but plumbing.
+"""
+
+import atexit
+import contextlib
+import difflib
+import importlib.util
+import io
+import json
+import math
+import multiprocessing
+import os
+import random
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections import defaultdict, deque
+from copy import deepcopy
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Literal, NoReturn
+
+os.environ |= {"OPENBLAS_NUM_THREADS": "1"} | os.environ  # NumPy's products here are small, and cores are scarce
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from torch import Tensor, nn
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    # experiment
+    exp_name: str = Path(__file__).stem  # second part of the run folder's name
+    seed: int = 1  # seeds Python, NumPy, PyTorch and the environments
+    device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
+    run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
+    resume: str | None = None  # folder of a run to go on with, by its own settings, from its checkpoint
+    checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
+    log_every: int = 10_000  # environment steps between two lines of the log
+    tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
+    track: bool = False  # send the TensorBoard events to Weights & Biases too
+    wandb_project_name: str = "flatout"  # the project there
+    wandb_entity: str | None = None  # the team there
+
+    # environment
+    env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete actions
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool where it is faster and knows the id
+    async_envs: bool = False  # a runner steps those of Gymnasium in worker processes: for steps of milliseconds
+    env_kwargs: str = "{}"  # arguments for its constructor, as JSON: '{"key": value}'
+    total_timesteps: int = 500_000  # environment steps in the whole run, rounded up to whole fragments
+    clip_rewards: bool = False  # to learn, rewards are cut down to [-1, 1]; returns in the log are not
+
+    # Ray
+    num_runners: int = 2  # processes that step environments; 0: this process does, without Ray
+    envs_per_runner: int = 8  # environments of each runner
+    replay_shards: int = 0  # processes of Ray that hold the replay; 0: this process does
+    cpus_per_runner: float = 1.0  # CPU cores that Ray sets aside for each runner, also fractions
+    gpus_per_runner: float = 0.0  # GPUs for each runner, also fractions; frames are then acted upon there
+    ray_address: str | None = None  # a cluster: auto (the one of this machine) or HOST:PORT; by default, a new one
+    runner_restarts: int = 100  # dead runners to replace in the run; at one more it ends
+    fragment_timeout: float = 300.0  # seconds without a fragment from any runner after which the run ends
+
+    # Ape-X
+    fragment_steps: int = 64  # steps of each environment in a fragment
+    learning_rate: float = 5e-4  # of Adam
+    buffer_size: int = 100_000  # transitions kept for replay
+    save_replay: bool = True  # keep them in the checkpoint too, so that a resumed run learns from the same data
+    gamma: float = 0.99  # discount factor
+    n_step: int = 3  # rewards in a return, before the value of what follows
+    target_network_frequency: int = 100  # updates between two copies of the network to the target network
+    batch_size: int = 256  # transitions in one update
+    learning_starts: int = 10_000  # environment steps before the first update
+    samples_per_insert: float = 8.0  # transitions learnt from for each one that comes; neither side can run ahead
+    epsilon_base: float = 0.4  # share of random actions in the environment that explores most
+    epsilon_exponent: float = 7.0  # in the one that explores least, it is the base to the power of 1 + this
+    priority_exponent: float = 0.6  # alpha in the paper; 0 draws all transitions alike
+    importance_exponent: float = 0.4  # beta in the paper; 1 makes up for what is drawn more often
+    double_dqn: bool = True  # choose the next action by the network, not by the target network
+    dueling: bool = False  # the network adds a state's value and advantages of actions, each of layers of their own
+    max_grad_norm: float = 40.0  # the gradient is scaled down to this norm
+
+    # No settings, but `RayRunners` and `start_ray` ask for them
+    cpus_per_learner, gpus_per_learner = 1.0, 0.0
+
+    @property
+    def num_learners(self) -> int:
+        """A shard of the replay takes a core, as another learner does elsewhere."""
+        return 1 + self.replay_shards * bool(self.num_runners)
+
+    @property
+    def sync_envs(self) -> bool:
+        """As `Envs` asks for it."""
+        return not self.async_envs
+
+
+METRICS = "losses/td_loss", "losses/q_values", "losses/td_error"
+# The least and the greatest value of a setting; of others, integers are 1 or more, floats 0 or more
+LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "num_runners": (0, math.inf), "runner_restarts": (0, math.inf)}
+LIMITS |= {"replay_shards": (0, math.inf), "learning_starts": (0, math.inf), "epsilon_base": (0, 1)}
+
+
+def space_to_depth(frames: Tensor) -> Tensor:
+    """Make one pixel of 16 channels from each block of 4 x 4 pixels: (B, F, 84, 84) -> (B, 21, 21, 16 * F)."""
+    lines = frames.view(torch.int32).view(len(frames), -1, 21, 4, 21)  # four bytes at a time
+    return lines.permute(0, 2, 4, 1, 3).contiguous().view(torch.uint8).flatten(3)
+
+
+class Convolutions(nn.Module):
+    """The Nature CNN up to its hidden layer: F frames of 84 x 84 bytes, (B, F * 7056) -> (B, 3136)."""
+
+    def __init__(self, num_frames: int):
+        super().__init__()
+        # Of blocks of 4 x 4 pixels as channels, 8 x 8 pixels with stride 4 are 2 x 2: an update takes half the time
+        self.conv1, self.conv2 = nn.Conv2d(16 * num_frames, 32, 2), nn.Conv2d(32, 64, 4, stride=2)
+        self.conv3 = nn.Conv2d(64, 64, 3)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        x = space_to_depth(obs.view(len(obs), -1, 84, 84)).permute(0, 3, 1, 2).float()
+        x = nn.functional.conv2d(x, self.conv1.weight / 255, self.conv1.bias).relu()  # pixels from 0 to 1
+        return self.conv3(self.conv2(x).relu()).relu().permute(0, 2, 3, 1).flatten(1)
+
+
+class QNetwork(nn.Module):
+    """Action values: observation (B, O) -> Q (B, A). Dueling, equation (9) of Wang et al.: Q = V + advantage - mean."""
+
+    def __init__(self, observation_space: gym.Space, num_actions: int, dueling: bool):
+        super().__init__()
+        if sees_frames(observation_space):
+            self.features, sizes = Convolutions(observation_space.shape[0]), (3136, 512)
+        else:
+            self.features, sizes = nn.Identity(), (gym.spaces.flatdim(observation_space), 120, 84)
+        self.advantage = relu_layers(*sizes, num_actions)
+        self.value = relu_layers(*sizes, 1) if dueling else None
+
+    def forward(self, obs: Tensor) -> Tensor:
+        features = self.features(obs)
+        q = self.advantage(features)
+        return q if self.value is None else self.value(features) + q - q.mean(1, keepdim=True)
+
+    def on_arrays(self):
+        """The function of vectors as NumPy arrays, which follows the weights when these change in place."""
+        advantage, value = (net and numpy_mlp(net) for net in (self.advantage, self.value))
+
+        def q_values(obs: np.ndarray) -> np.ndarray:
+            obs = obs.astype(np.float32)
+            q = advantage(obs)
+            return value(obs) + q - q.mean(1, keepdims=True) if value else q
+
+        return q_values
+
+
+def relu_layers(*sizes: int) -> nn.Sequential:
+    """Linear layers with ReLU in between: (B, first size) -> (B, last size)."""
+    layers = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def clip(gradients: tuple[Tensor, ...], max_norm: float) -> tuple[Tensor, ...]:
+    """The gradients, scaled down together where the norm of all of them exceeds `max_norm`."""
+    norm = torch.cat([gradient.reshape(-1) for gradient in gradients]).norm()
+    return torch._foreach_mul(gradients, (max_norm / (norm + 1e-6)).clamp(max=1))
+
+
+def n_step_returns(reward: np.ndarray, terminated: np.ndarray, truncated: np.ndarray, n: int, gamma: float):
+    """Of rows (T + n, V) -> the first T rows' n-step returns, discounts of the value that follows, steps until there.
+
+    G[t] = r[t] + gamma r[t + 1] + ..., of n rewards, or of fewer where the episode ends. What follows is the state
+    after the last of them, which counts by gamma ** steps, also where the episode was truncated; after a termination
+    nothing follows, and the discount is 0.
+    """
+    shape = len(reward) - n, reward.shape[1]
+    total, discount = np.zeros(shape, dtype=np.float32), np.ones(shape, dtype=np.float32)
+    steps, goes_on = np.zeros(shape, dtype=np.int64), np.ones(shape, dtype=bool)
+    for k in range(n):
+        ends, cut = terminated[k : k + len(total)], truncated[k : k + len(total)]
+        total += goes_on * discount * reward[k : k + len(total)]
+        discount = np.where(goes_on, gamma * discount * ~ends, discount)
+        steps += goes_on
+        goes_on &= ~(ends | cut)
+    return total, discount, steps
+
+
+class PrioritizedReplay:
+    """The last fragments; each of their transitions is drawn in proportion to priority ** alpha."""
+
+    def __init__(self, args: Args, observation_space: gym.Space, buffer_size: int):
+        self.args, self.fragments = args, Fragments(args, observation_space, buffer_size)
+        self.tree = SumTree(self.fragments.capacity)
+
+    def add(self, fragment: tuple[np.ndarray, ...]) -> None:
+        """Put a fragment in the place of the oldest one. Rows that are no transitions have priority 0."""
+        leaf, priority = self.fragments.add(*fragment)
+        self.tree[leaf] = priority**self.args.priority_exponent
+
+    def sample(self) -> tuple[np.ndarray, ...] | None:
+        """A batch, and where it is from: place (B,), observation (B, O), the one after the return (B, O), and (B, 4):
+
+        action, n-step return, discount, importance weight (B,), section 3.4 of Schaul et al. None if there is nothing.
+        """
+        if not self.tree.sums[1]:
+            return None
+        leaf = self.tree.sample(self.args.batch_size)
+        priority = self.tree[leaf]
+        weight = (priority / priority.min()) ** -self.args.importance_exponent  # 1 for the rarest, less for the others
+        place, obs, next_obs, rows = self.fragments.read(leaf)
+        return place, obs, next_obs, np.column_stack([rows, weight.astype(np.float32)])
+
+    def prioritize(self, place: np.ndarray, error: np.ndarray) -> None:
+        """Priorities of a batch (B,) by the size of its errors, unless it has been written over meanwhile."""
+        leaf, is_there = self.fragments.find(place)
+        self.tree[leaf[is_there]] = (error[is_there] + 1e-6) ** self.args.priority_exponent
+
+
+class Runner:
+    """An actor of the paper: V environments, each with its own epsilon, and a copy of the network that steps them."""
+
+    def __init__(self, args: Args, seeds: list[int]):
+        backend = choose_backend(args.env_id, args.env_backend, in_process=len(seeds) == 1)
+        self.args, self.envs = args, Envs(replace(args, env_backend=backend), seeds)
+        space, self.actions = self.envs.observation_space, self.envs.action_space
+        if not isinstance(self.actions, gym.spaces.Discrete):
+            fail(f"{args.env_id} has actions {self.actions}; this script is for Discrete actions")
+        num_actions, (self.num_frames, kind) = int(self.actions.n), stack_of(space)
+        self.network = QNetwork(space, num_actions, args.dueling)
+        if sees_frames(space):
+            self.network.to(device := torch.device("cuda" if args.gpus_per_runner else "cpu"))
+            self.q_values = lambda obs: self.network(torch.from_numpy(obs).to(device)).cpu().numpy()
+        else:  # a few vectors are too little work for a GPU, or for PyTorch
+            self.q_values = self.network.on_arrays()
+            check_policy(self.q_values, self.network, self.envs.obs_dim)
+        self.rng, self.statistics, self.clock = np.random.default_rng(seeds), EpisodeStatistics(len(seeds)), Clock()
+        self.obs, self.done, self.age = self.envs.reset(), np.zeros(len(seeds), dtype=bool), np.zeros(len(seeds), int)
+        self.first_env = 0  # its number among the environments of all runners
+        # What is kept of a step: the newest frame, values, ... The last rows of a fragment are needed in the next one
+        row = [("obs", kind, (self.obs.shape[1] // self.num_frames,)), ("q", np.float32, (num_actions,))]
+        row += [("age", np.uint8), ("action", np.int64), ("reward", np.float32)]
+        row += [(flag, np.bool_) for flag in ("terminated", "truncated", "valid")]
+        self.rows = np.zeros((args.n_step + self.num_frames - 1, len(seeds)), np.dtype(row, align=True))
+
+    @torch.no_grad()
+    def sample(self, version: int, weights: np.ndarray) -> tuple[dict, tuple[np.ndarray, ...]]:
+        """T steps by a version of the weights (P,) -> a report for the log, and a fragment as `Fragments` takes it."""
+        self.clock.lap("runners_waiting")
+        set_weights(self.network, weights)
+        self.clock.lap("weights")
+        args, num_envs, before = self.args, len(self.obs), len(self.rows)
+        spent, total = np.empty(args.fragment_steps), max(1, args.num_runners) * num_envs
+        share = (self.first_env + np.arange(num_envs)) / max(1, total - 1)
+        epsilon = args.epsilon_base ** (1 + args.epsilon_exponent * share)  # section 4.1
+        explores = self.rng.random((len(spent), num_envs)) < epsilon
+        at_random = self.rng.integers(self.actions.n, size=explores.shape)
+        rows = np.concatenate([self.rows, np.zeros(explores.shape, self.rows.dtype)])
+        for t, row in enumerate(rows[before:]):
+            row["obs"], row["age"], row["valid"] = self.obs[:, -row["obs"].shape[1] :], self.age, ~self.done
+            row["q"] = self.q_values(self.obs)
+            row["action"] = np.where(explores[t], at_random[t], row["q"].argmax(1))
+            self.clock.lap("inference")
+            # Where an episode had ended, this step is a reset
+            self.obs, *rest = self.envs.step(self.actions.start + row["action"])
+            row["reward"], row["terminated"], row["truncated"] = rest
+            self.age = np.minimum(self.age + 1, self.num_frames - 1) * row["valid"]  # frames before, of its episode
+            self.done = row["terminated"] | row["truncated"]
+            spent[t] = self.clock.lap("env_step")
+        self.rows, new = rows[-before:], rows[before:]
+        done = new["terminated"] | new["truncated"]
+        episodes, ended = self.statistics.update(new["reward"], done, new["valid"]), np.argwhere(done)[:, 1]
+        greedy = (epsilon < 0.01) | (total == 1)
+        report = {"version": version, "steps": int(new["valid"].sum())}
+        report["episodes"] = [x for env, x in zip(ended, episodes, strict=True) if greedy[env]]
+        others = [x for env, (x, _) in zip(ended, episodes, strict=True) if not greedy[env]]
+        infos = take(self.envs.infos) | ({"return_while_exploring": others} if others else {})
+        fragment = to_fragment(rows, args.n_step, self.num_frames, args.gamma, args.clip_rewards)
+        self.clock.move("env_step", "env_reset", time_of_resets(spent, ~new["valid"]))
+        self.clock.lap("inference")
+        return report | {"infos": infos, "seconds": take(self.clock.seconds)}, fragment
+
+
+def to_fragment(rows: np.ndarray, n: int, num_frames: int, gamma: float, clip_rewards: bool) -> tuple[np.ndarray, ...]:
+    """Rows (F - 1 + T + n, V) of steps -> frames, their ages, and (T, V, 5): action, return, discount, steps, priority.
+
+    The priority is the size of the temporal difference by the values that were known when acting (section 3). A frame
+    is kept once: its stack is made of the rows before it, as many as it has of its own episode, which is its age.
+    """
+    reward = rows["reward"].clip(-1, 1) if clip_rewards else rows["reward"]
+    known = (x[num_frames - 1 :] for x in (reward, rows["terminated"], rows["truncated"]))
+    total, discount, steps = n_step_returns(*known, n, gamma)
+    first, env = np.arange(num_frames - 1, len(rows) - n)[:, None], np.arange(rows.shape[1])
+    action, valid = rows["action"][first[:, 0]], rows["valid"][first[:, 0]]
+    error = total + discount * rows["q"].max(2)[first + steps, env] - rows["q"][first, env, action]
+    priority = (np.abs(error) + 1e-6) * valid
+    columns = np.stack([action, total, discount, steps, priority], axis=2).astype(np.float32)
+    return np.ascontiguousarray(rows["obs"]), np.ascontiguousarray(rows["age"]), columns
+
+
+def train(args: Args) -> Path:
+    """Train from the start, or from a checkpoint, to the end; returns the run's folder. Wrong input: SystemExit(2)."""
+    run = Run(args)
+    args, device = run.args, run.device
+    runners = NumberedRunners(args, run) if args.num_runners else OneRunner(args, run)
+    observation_space, action_space = runners.spaces
+    replay = (ReplayShards if args.replay_shards else LocalReplay)(args, runners, device)
+    network = QNetwork(observation_space, int(action_space.n), args.dueling).to(device)
+    target_network, optimizer = deepcopy(network), Adam(network, args.learning_rate)
+    torch.set_num_threads(num_cores() if sees_frames(observation_space) else 1)  # small networks lose by a second one
+    torch.set_flush_denormal(True)  # moments of Adam that decay to denormal numbers slow a CPU down
+
+    def update(obs: Tensor, next_obs: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """One step of Adam, by a batch as `PrioritizedReplay` draws it -> METRICS, sizes of its errors (B,)."""
+        action, total, discount, weight = rows.unbind(1)
+        with torch.no_grad():
+            next_q = target_network(next_obs)
+            best = (network(next_obs) if args.double_dqn else next_q).argmax(1, keepdim=True)
+            target_q = total + discount * next_q.gather(1, best).squeeze(1)  # section 4.1
+        q = network(obs).gather(1, action.long().unsqueeze(1)).squeeze(1)
+        error = target_q - q
+        td_loss = 0.5 * (weight * error.square()).mean()
+        optimizer.step(clip(torch.autograd.grad(td_loss, optimizer.weights), args.max_grad_norm))
+        return torch.stack([td_loss, q.mean(), error.abs().mean()]).detach(), error.detach().abs()
+
+    saved = {"replay": replay} if args.save_replay and not args.replay_shards else {}
+    run.open(runners, network=network, target_network=target_network, optimizer=optimizer, **saved)
+    # A resumed run that has lost its replay fills it first
+    first_update = args.learning_starts + (0 if saved else run.step)
+    losses, owed, seen = None, 0.0, run.step
+    runners.publish(run.num_updates, get_weights(network))
+    while run.goes_on():
+        # Collect. The fragment that is ready first; runners make the next ones meanwhile, but no more than two each
+        _reports, fragments = runners.collect(1, 1)
+        replay.add(*fragments)
+        if run.step > first_update:
+            owed += (run.step - seen) * args.samples_per_insert / args.batch_size
+        seen = run.step
+
+        # Learn. The samples that new transitions allow for, all of them before more transitions are taken
+        while owed >= 1 and (batch := replay.sample()):
+            losses, error = update(*batch)
+            replay.write_back(error)
+            run.num_updates, owed = run.num_updates + 1, owed - 1
+            if run.num_updates % args.target_network_frequency == 0:
+                move_towards(target_network, network)
+        owed %= 1  # what shards that died can't give is not made up for
+        runners.publish(run.num_updates, get_weights(network))
+
+        # Log
+        if run.is_due():
+            metrics = {} if losses is None else dict(zip(METRICS, losses.tolist(), strict=True))
+            run.log(metrics | runners.metrics() | replay.metrics())
+    return run.close()
+
+
+def load_policy(checkpoint: dict, envs: "Envs"):
+    """The greedy policy of a checkpoint: observation (N, O) -> the action of the highest value (N,)."""
+    network = QNetwork(envs.observation_space, int(envs.action_space.n), checkpoint["args"]["dueling"])
+    network.load_state_dict(checkpoint["network"])
+
+    @torch.no_grad()
+    def policy(obs: np.ndarray) -> np.ndarray:
+        obs = obs if sees_frames(envs.observation_space) else obs.astype(np.float32)
+        return envs.action_space.start + network(torch.from_numpy(obs)).argmax(1).numpy()
+
+    return policy
+
+
+# ---- Plumbing: all below is the same text in every script that has it, and no part of the algorithm ---------------
+
+
+class EpisodeStatistics:
+    """Return and length of each episode that ends, from rows (T, N); a reset row has reward 0 and is no step."""
+
+    def __init__(self, num_envs: int):
+        self.episode_return, self.episode_length = np.zeros(num_envs), np.zeros(num_envs, dtype=int)
+
+    def update(self, reward: np.ndarray, done: np.ndarray, valid: np.ndarray) -> list[tuple[float, int]]:
+        returns = self.episode_return + reward.cumsum(0, dtype=np.float64)
+        lengths = self.episode_length + valid.cumsum(0, dtype=int)
+        ended = []
+        for t, env in np.argwhere(done):
+            ended.append((float(returns[t, env]), int(lengths[t, env])))
+            returns[t:, env] -= returns[t, env]
+            lengths[t:, env] -= lengths[t, env]
+        self.episode_return, self.episode_length = returns[-1], lengths[-1]
+        return ended
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that can be allocated on the device, within the container's limit too; infinite where nothing tells."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free, group = math.inf, Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = 1024 * int(dict(line.split()[:2] for line in lines)["MemAvailable:"])
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        cache = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["file"]
+        free = min(free, limit - used + int(cache))  # the kernel drops cached files when memory is short
+    return free
+
+
+@torch.no_grad()
+def move_towards(target: nn.Module, online: nn.Module, tau: float | Tensor = 1.0) -> None:
+    """Each parameter of `target` becomes (1 - tau) times itself plus tau times that of `online`: for tau = 1 a copy."""
+    targets, onlines = list(target.parameters()), list(online.parameters())
+    torch._foreach_lerp_(targets, onlines, [tau] * len(targets) if isinstance(tau, Tensor) else tau)
+
+
+class Adam(nn.Module):
+    """Adam (Kingma & Ba 2015, algorithm 1): PyTorch's fused kernel, without the bookkeeping of torch.optim around it.
+
+    For small networks that bookkeeping takes longer than the kernel. torch.compile can trace neither, so compiled code
+    has the formula written out, on all weights as one vector (P,), which becomes a single loop. What changes is kept in
+    tensors, the learning rate too, so that compiled code and CUDA graphs read its present value.
+    """
+
+    def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
+        super().__init__()
+        self.weights, self.eps, self.betas = list(module.parameters()), eps, betas
+        self.sizes = [w.numel() for w in self.weights]
+        zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
+        self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate))
+        self.register_buffer("steps", torch.zeros_like(zeros[0]))
+        self.register_buffer("beta_powers", torch.ones(2, device=zeros.device))  # each beta to the power of `steps`
+        self.register_buffer("beta_factors", zeros.new_tensor(betas), persistent=False)
+        self.register_buffer("exp_avg", zeros.clone())
+        self.register_buffer("exp_avg_sq", zeros.clone())
+        # The kernel takes lists: views of the two vectors, which a checkpoint fills in place. On CUDA it refuses those
+        # that do not lie in memory as their weight does
+        parts = zip(self.weights, self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes), strict=True)
+        views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
+        self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
+
+    @torch.no_grad()
+    def step(self, gradients: tuple[Tensor, ...]) -> None:
+        """Change the weights in place, down their gradients."""
+        self.steps.add_(1)
+        self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would compute a power anew every few weights
+        beta1, beta2 = self.betas
+        if torch.compiler.is_compiling():
+            gradient = torch.cat([g.reshape(-1) for g in gradients])
+            self.exp_avg.lerp_(gradient, 1 - beta1)
+            self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
+            scale = (self.exp_avg_sq / (1 - self.beta_powers[1])).sqrt() + self.eps
+            change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta_powers[0]))
+            parts = zip(change.split(self.sizes), self.weights, strict=True)
+            torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
+            return
+        # The kernel goes through memory in order, so a gradient must lie there as its weight does
+        pairs = zip(gradients, self.weights, strict=True)
+        gradients = [g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in pairs]
+        torch._fused_adam_(
+            self.weights, gradients, self.exp_avgs, self.exp_avg_sqs, [], [self.steps] * len(gradients),
+            lr=self.learning_rate, beta1=beta1, beta2=beta2, eps=self.eps,
+            weight_decay=0, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+
+def numpy_mlp(net: nn.Sequential):
+    """The function of a network on NumPy arrays (B, inputs) -> (B, outputs): 5 us for one row, where PyTorch takes 35.
+
+    It reads the memory of the parameters, which must be on the CPU, and follows when these change in place. Layers that
+    it does not know are left to PyTorch.
+    """
+    known = {nn.Tanh: np.tanh, nn.ReLU: partial(np.maximum, np.float32(0))}
+    layers = list(net) if isinstance(net, nn.Sequential) else [net]
+    linear, activations = layers[::2], [known.get(type(layer)) for layer in layers[1::2]]
+    is_known = all(type(layer) is nn.Linear and layer.bias is not None for layer in linear) and None not in activations
+    if not is_known or len(linear) != len(activations) + 1:
+        return torch.no_grad()(lambda x: net(torch.from_numpy(x)).numpy())
+    *hidden, (last_weight, last_bias) = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in linear]
+
+    def forward(x: np.ndarray) -> np.ndarray:
+        for (weight, bias), activation in zip(hidden, activations, strict=True):
+            x = activation(x.dot(weight) + bias)  # of arrays this small, `@` takes half a microsecond more
+        return x.dot(last_weight) + last_bias
+
+    return forward
+
+
+@torch.no_grad()
+def check_policy(acting, learning, obs_dim: int) -> None:
+    """Refuse a policy that acts, of arrays (B, O) -> (B, A), if the one that learns, of tensors, computes others."""
+    obs = np.random.default_rng(1).normal(size=(64, obs_dim)).astype(np.float32)
+    if not np.allclose(acting(obs), learning(torch.from_numpy(obs)), rtol=1e-3, atol=1e-3):
+        fail("the policy that acts differs from the one that learns: `numpy_mlp` is not all that `forward` computes")
+
+
+def fail(message: str) -> NoReturn:
+    """End with one line and exit code 2: the input is wrong."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def num_cores() -> int:
+    """How many CPU cores this process may use; all there are, on a system that does not tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
+    """The library that makes the environments; SystemExit(2) if none knows the id, with the ids that come near."""
+    sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
+    libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"], []
+    for library in libraries if in_process else reversed(libraries):
+        # EnvPool takes half a second to import
+        ids = gym.registry if library == "gymnasium" else importlib.import_module("envpool").list_all_envs()
+        if env_id in ids or (library == "gymnasium" and ":" in env_id):
+            return library
+        known += ids
+    name = env_id.removeprefix("ALE/").replace("NoFrameskip-v4", "-v5")  # what others call EnvPool's Atari games
+    near = dict.fromkeys(difflib.get_close_matches(name, known))
+    fail(f"no environment {env_id} in {' or '.join(libraries)}" + bool(near) * f"; close to it: {', '.join(near)}")
+
+
+def runs_in_process(args: Args, num_envs: int) -> bool:
+    """Whether environments step in this process: a single one and, by default, a few whose step is short."""
+    is_short = args.env_id.startswith(("CartPole-", "MountainCar", "Pendulum-"))
+    by_default = args.env_backend == "auto" and is_short and num_envs <= 8  # to wake a thread takes longer
+    return args.sync_envs or num_envs == 1 or by_default
+
+
+def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.Env:
+    """One Gymnasium environment with flat observations (O,). A worker process leaves signals to its parent."""
+    if multiprocessing.parent_process() is not None:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.SIG_IGN)
+    # No warnings that nobody can act upon: of old ids, which published results are of, and of old attributes in models
+    warnings.filterwarnings("ignore", ".*out of date")
+    if "mujoco" in str(env):
+        importlib.import_module("mujoco").set_mju_user_warning(lambda _message: None)
+    env = gym.make(env, disable_env_checker=True, **settings)
+    if not env.observation_space.is_np_flattenable:
+        raise ValueError(f"observations are {env.observation_space}, of which there is no vector")
+    is_flat = isinstance(env.observation_space, gym.spaces.Box) and len(env.observation_space.shape) == 1
+    return env if is_flat else gym.wrappers.FlattenObservation(env)
+
+
+class SyncEnvs:
+    """Environments stepped in turn in this process; for a single one, a step takes 14 us less than in SyncVectorEnv."""
+
+    def __init__(self, env_fns: list):
+        self.envs, self.done = [env_fn() for env_fn in env_fns], np.zeros(len(env_fns), dtype=bool)
+        self.single_observation_space = self.envs[0].observation_space
+        self.single_action_space = self.envs[0].action_space
+
+    def reset(self, seed: list[int]):
+        return np.array([env.reset(seed=env_seed)[0] for env, env_seed in zip(self.envs, seed, strict=True)]), {}
+
+    def step(self, action: np.ndarray):
+        action = action.copy()  # an environment may change or keep its action
+        rows, reward, infos = [], np.zeros(len(action)), [{}] * len(action)
+        terminated, truncated = np.zeros(len(action), dtype=bool), np.zeros(len(action), dtype=bool)
+        for i, env in enumerate(self.envs):
+            if self.done[i]:
+                obs, _ = env.reset()
+            else:
+                obs, reward[i], terminated[i], truncated[i], infos[i] = env.step(action[i])
+            rows.append(obs)
+        self.done = terminated | truncated
+        return np.array(rows), reward, terminated, truncated, infos
+
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
+
+
+@contextlib.contextmanager
+def light_start():
+    """Worker processes started herein ignore signals, have one thread, and do not import this file.
+
+    Else multiprocessing imports the main module in each, and PyTorch with it: 1.6 s and 230 MB instead of 0.2 s and
+    40 MB. So, meanwhile, an empty module takes its place.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+
+
+def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
+    """Environments, each in a worker process of its own."""
+    print(f"starting {len(env_fns)} worker processes", file=sys.stderr)
+    multiprocessing.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
+    with light_start():
+        vector = gym.vector.AsyncVectorEnv(env_fns, context="forkserver")
+    atexit.register(lambda: [process.kill() for process in vector.processes])  # else a run that broke may wait for them
+    return vector
+
+
+def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
+    """Raise a ValueError at a NaN or infinity; but nobody looks at what follows a termination: there it becomes 0."""
+    flat = obs.ravel()
+    if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
+        obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
+        if not (np.abs(obs).max() < 3e38 and np.abs(reward).max() < 3e38):
+            raise ValueError("an observation or a reward is NaN or infinite")
+
+
+def numbers_in(info: dict) -> dict[str, float]:
+    """The finite numbers of an `info`, such as is_success; not those that EnvPool keeps for itself."""
+    numbers = {key: x for key, x in info.items() if isinstance(x, bool | int | float | np.bool_ | np.number)}
+    is_own = ("_", "env_id", "elapsed_step")
+    return {key: float(x) for key, x in numbers.items() if math.isfinite(x) and not key.startswith(is_own)}
+
+
+class Envs:
+    """N environments side by side: flat observations (N, O); actions (N, A), or (N,) where they are discrete.
+
+    Autoreset is one step late, whatever the backend: the observation at an episode's end is its true last one, and the
+    next step ignores its action, resets that environment and returns reward 0. This row is no step of the environment.
+    """
+
+    def __init__(self, args: Args, seeds: list[int]):
+        self.num_envs, self.seeds, self.infos, self.stop = len(seeds), seeds, defaultdict(list), fail
+        in_process = runs_in_process(args, len(seeds))
+        try:
+            settings = dict(json.loads(args.env_kwargs))
+            warnings.filterwarnings("ignore", ".*precision lowered")  # by EnvPool's spaces
+            self.backend = choose_backend(args.env_id, args.env_backend, in_process)
+            if self.backend == "envpool":
+                settings |= {"num_envs": len(seeds), "seed": seeds, "num_threads": min(len(seeds), num_cores())}
+                self.vector = importlib.import_module("envpool").make_gymnasium(args.env_id, **settings)
+                self.observation_space, self.action_space = self.vector.observation_space, self.vector.action_space
+            else:
+                # A record instead of the id, since what this file registers is unknown in a worker process
+                env_fns = [partial(make_env, gym.registry.get(args.env_id, args.env_id), settings)] * len(seeds)
+                self.vector = (SyncEnvs if in_process else worker_envs)(env_fns)
+                self.observation_space = self.vector.single_observation_space
+                self.action_space = self.vector.single_action_space
+            self.obs_dim = gym.spaces.flatdim(self.observation_space)
+        except Exception as error:  # whatever a constructor brings up
+            fail(f"can't make environment {args.env_id}: {type(error).__name__}: {error}")
+        self.action_shape = (len(seeds), *self.action_space.shape)
+        where = "threads" if self.backend == "envpool" else "this process" if in_process else "worker processes"
+        self.summary = f"environments: {len(seeds)} by {self.backend}, in {where}"
+        warn_of_pixels(self.observation_space, self.obs_dim)
+
+    def flatten(self, obs) -> np.ndarray:
+        if isinstance(self.observation_space, gym.spaces.Box):
+            return obs.reshape(self.num_envs, -1)
+        rows = [{key: obs[key][i] for key in obs} for i in range(self.num_envs)] if isinstance(obs, dict) else obs
+        return np.stack([gym.spaces.flatten(self.observation_space, row) for row in rows])
+
+    def reset(self) -> np.ndarray:
+        """Start an episode in each environment -> observation (N, O)."""
+        try:
+            obs, _ = self.vector.reset() if self.backend == "envpool" else self.vector.reset(seed=self.seeds)
+            obs = self.flatten(obs)
+            check_finite(obs, np.zeros(1), np.zeros(len(obs), dtype=bool))
+        except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
+            self.stop(self.explain(error))
+        return obs
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Step each environment: action -> observation (N, O), reward (N,), terminated (N,), truncated (N,)."""
+        try:
+            obs, reward, terminated, truncated, infos = self.vector.step(action.reshape(self.action_shape))
+            obs = self.flatten(obs)
+            check_finite(obs, reward, terminated)
+        except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
+            self.stop(self.explain(error))
+        if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
+            self.note_ends(infos, terminated | truncated)
+        return obs, reward, terminated, truncated
+
+    def explain(self, error: Exception) -> str:
+        """What broke, in one line; an environment's traceback is printed."""
+        if not isinstance(error, EOFError | ConnectionError):
+            traceback.print_exception(error)
+            return f"{type(error).__name__}: {error}"
+        self.vector.closed = True  # else, at exit, it would wait for the answer of the dead
+        time.sleep(0.1)  # until its exit code is there
+        dead = [f"{i} (exit code {p.exitcode})" for i, p in enumerate(self.vector.processes) if not p.is_alive()]
+        return f"environment worker {', '.join(dead)} died"
+
+    def note_ends(self, infos, done: np.ndarray) -> None:
+        """Keep the numbers that `info` holds of each episode that ended, for the log."""
+        for i in np.flatnonzero(done):
+            if isinstance(infos, list):
+                info = infos[i]
+            else:  # arrays (N, ...); of worker processes, `_key` says which environments have that key
+                arrays = {key: x for key, x in infos.items() if np.ndim(x) and infos.get(f"_{key}", done)[i]}
+                info = {key: x[i] for key, x in arrays.items()}
+            for key, value in numbers_in(info).items():
+                self.infos[key].append(value)
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):  # a worker may be dead
+            self.vector.close()
+
+
+def sees_frames(space: gym.Space) -> bool:
+    """Whether observations are stacks of frames of 84 x 84 bytes, as EnvPool's Atari games give them."""
+    return isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and space.shape[1:] == (84, 84)
+
+
+def warn_of_pixels(space: gym.Space, obs_dim: int) -> None:
+    if space.dtype == np.uint8 and obs_dim > 1000 and not sees_frames(space):
+        print("note: these pixels go into an MLP; frames of 84 x 84 would go into convolutions", file=sys.stderr)
+
+
+def stack_of(space: gym.Space) -> tuple[int, type]:
+    """How many frames an observation is a stack of, and what a number in it is; a vector is one frame."""
+    return (space.shape[0], np.uint8) if sees_frames(space) else (1, np.float32)
+
+
+def get_weights(module: nn.Module) -> np.ndarray:
+    """All weights as one vector (P,), which is what goes to runners."""
+    return torch.cat([weight.detach().reshape(-1) for weight in module.parameters()]).cpu().numpy()
+
+
+@torch.no_grad()
+def set_weights(module: nn.Module, vector: np.ndarray) -> None:
+    weights = list(module.parameters())
+    parts = torch.tensor(vector, device=weights[0].device).split([weight.numel() for weight in weights])
+    torch._foreach_copy_(weights, [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)])
+
+
+class Clock:
+    """What time is spent on: each lap adds the seconds since the one before to a name, and returns them."""
+
+    def __init__(self):
+        self.seconds, self.last = defaultdict(float), time.perf_counter()
+
+    def lap(self, name: str) -> float:
+        now = time.perf_counter()
+        spent, self.last = now - self.last, now
+        self.seconds[name] += spent
+        return spent
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        self.seconds[source] -= seconds
+        self.seconds[target] += seconds
+
+
+def take(counts: dict) -> dict:
+    """What a dictionary holds, which is empty after that."""
+    return {name: counts.pop(name) for name in list(counts)}
+
+
+def time_of_resets(spent: np.ndarray, is_reset: np.ndarray) -> float:
+    """The seconds (T,) by which steps of environments with a reset among them (T, V) took longer than the others."""
+    has_reset = is_reset.any(1)
+    if not has_reset.any() or has_reset.all():
+        return 0.0
+    return float(np.clip(spent[has_reset] - spent[~has_reset].mean(), 0, None).sum())
+
+
+class SumTree:
+    """Priorities as leaves of a binary tree, of which each other node is the sum of two: node i has 2 i and 2 i + 1.
+
+    To set priorities, and to draw by them, takes a round for each level of the tree, of a whole batch at once.
+    """
+
+    def __init__(self, num_leaves: int):
+        self.depth = max(2, (num_leaves - 1).bit_length())
+        self.sums = np.zeros(2 << self.depth)
+        self.top = 1 << self.depth // 2  # in the upper half, a level is small enough to be searched as a whole
+
+    def __getitem__(self, leaf: np.ndarray) -> np.ndarray:
+        return self.sums[leaf + (1 << self.depth)]
+
+    def __setitem__(self, leaf: np.ndarray, priority: np.ndarray) -> None:
+        node = leaf + (1 << self.depth)
+        self.sums[node] = priority
+        for _ in range(self.depth):
+            node >>= 1
+            self.sums[node] = self.sums.take(2 * node) + self.sums.take(2 * node + 1)
+
+    def sample(self, count: int) -> np.ndarray:
+        """Leaves (count,), each drawn in proportion to its priority, one from each of `count` equal parts of the sum.
+
+        A leaf of priority 0 is never drawn, also when rounding says so.
+        """
+        ends = self.sums[self.top : 2 * self.top].cumsum()
+        mass = (np.arange(count) + np.random.random(count)) * (ends[-1] / count)
+        node = ends.searchsorted(np.minimum(mass, np.nextafter(ends[-1], 0)), side="right") + self.top
+        mass = np.maximum(mass - ends[node - self.top] + self.sums[node], 0)
+        for _ in range(self.depth - self.depth // 2):
+            node *= 2
+            left = self.sums.take(node)
+            goes_right = (mass >= left) & (self.sums.take(node + 1) > 0)
+            mass -= left * goes_right
+            node += goes_right
+        return node - (1 << self.depth)
+
+
+class Fragments:
+    """The last fragments, each in one piece, with the rows before and after that its transitions refer to.
+
+    Place p is transition p % capacity, counted through all fragments in memory, in the (p // capacity)-th fragment that
+    was put there, so that who comes late with a priority does not hit another one.
+    """
+
+    def __init__(self, args: Args, observation_space: gym.Space, buffer_size: int):
+        self.num_frames, kind = stack_of(observation_space)
+        self.shape = args.fragment_steps, args.envs_per_runner
+        self.size, self.length = math.prod(self.shape), args.fragment_steps + args.n_step + self.num_frames - 1
+        count = buffer_size // self.size
+        if args.n_step >= args.fragment_steps:
+            fail(f"--n-step {args.n_step} must be less than --fragment-steps {args.fragment_steps}")
+        if count < 2:
+            fail(f"--buffer-size {buffer_size} is less than two fragments, of {self.size} transitions each")
+        width = gym.spaces.flatdim(observation_space) // self.num_frames
+        shape, numbers = (count, self.length, args.envs_per_runner), 5
+        need = math.prod(shape) * (width * np.dtype(kind).itemsize + 1) + count * self.size * (4 * numbers + 32)
+        free = free_memory(torch.device("cpu"))
+        if need > free:
+            fail(f"--buffer-size {buffer_size} needs {need / 2**30:.2f} GiB; {free / 2**30:.2f} are free")
+        print(f"replay: {need:,} bytes for {count * self.size:,} transitions", file=sys.stderr)
+        self.obs, self.age = np.zeros((*shape, width), dtype=kind), np.zeros(shape, dtype=np.uint8)
+        self.columns = np.zeros((count, *self.shape, numbers), dtype=np.float32)
+        self.generation, self.num_added, self.capacity = np.zeros(count, dtype=np.int64), 0, count * self.size
+
+    def add(self, obs: np.ndarray, age: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Write a fragment over the oldest one -> its transitions (T * V,), their priorities (T * V,)."""
+        i = self.num_added % len(self.obs)
+        self.obs[i], self.age[i], self.columns[i] = obs, age, columns
+        self.generation[i] += 1
+        self.num_added += 1
+        return i * self.size + np.arange(self.size), columns[..., 4].ravel().astype(np.float64)
+
+    def read(self, leaf: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Place (B,), observation (B, O), the one after the return (B, O), (B, 3): action, return, discount."""
+        fragment, rest = np.divmod(leaf, self.size)
+        t, env = np.divmod(rest, self.shape[1])
+        columns = self.columns.reshape(self.capacity, -1).take(leaf, 0)
+        obs = self.stack(fragment, self.num_frames - 1 + t, env)
+        next_obs = self.stack(fragment, self.num_frames - 1 + t + columns[:, 3].astype(np.int64), env)
+        return leaf + self.generation[fragment] * self.capacity, obs, next_obs, columns[:, :3]
+
+    def stack(self, fragment: np.ndarray, row: np.ndarray, env: np.ndarray) -> np.ndarray:
+        """Observations (B, O): with each frame those before it; where its episode has less, the first one instead."""
+        back = np.minimum(np.arange(self.num_frames - 1, -1, -1), self.age[fragment, row, env][:, None])
+        index = ((fragment * self.length + row)[:, None] - back) * self.shape[1] + env[:, None]
+        return self.obs.reshape(-1, self.obs.shape[3]).take(index.ravel(), 0).reshape(len(row), -1)
+
+    def find(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Places (B,) -> transitions (B,), and whether they are still the same (B,)."""
+        generation, leaf = np.divmod(place, self.capacity)
+        return leaf, generation == self.generation[leaf // self.size]
+
+
+class Runners:
+    """What the learner sees of its runners, wherever they are."""
+
+    SHARES = ("env_step", "env_reset", "inference", "runners_waiting", "learner_waiting", "learning", "weights")
+
+    def __init__(self, args: Args, run: "Run"):
+        self.args, self.run = args, run
+        self.infos, self.stop = defaultdict(list), fail  # `Run.open` puts a gentler way to stop here
+        self.seeds = run.env_seeds(max(1, args.num_runners) * args.envs_per_runner)
+        self.clock, self.seconds, self.staleness, self.queue = Clock(), defaultdict(float), [], []
+        self.alive, self.restarts, self.late = set(), 0, 0
+
+    def note(self, report: dict) -> None:
+        """Count what a fragment brings."""
+        self.run.step += report["steps"]
+        self.run.episodes += report["episodes"]
+        self.staleness.append(self.run.num_updates - report["version"])
+        for name, seconds in report["seconds"].items():
+            self.seconds[name] += seconds
+        for name, values in report["infos"].items():
+            self.infos[name] += values
+
+    def metrics(self) -> dict[str, float]:
+        """Since the last line of the log. The shares of the time of all processes sum to 100 %."""
+        for name, seconds in take(self.clock.seconds).items():
+            self.seconds[name] += seconds
+        total, seconds = sum(self.seconds.values()), take(self.seconds)
+        shares = {f"time/{name}": 100 * seconds.get(name, 0.0) / total for name in self.SHARES}
+        counts = {"alive": len(self.alive), "restarts": self.restarts, "late": self.late}
+        counts["queue"] = float(np.mean(self.queue))
+        staleness = {"staleness": float(np.mean(self.staleness)), "staleness_max": max(self.staleness)}
+        self.queue, self.staleness = [], []
+        return {f"runners/{name}": x for name, x in (counts | staleness).items()} | shares
+
+
+class OneRunner(Runners):
+    """The only runner, in this process: fragments and updates follow each other."""
+
+    def __init__(self, args: Args, run: "Run"):
+        super().__init__(args, run)
+        if args.num_learners > 1:
+            fail("--num-learners is for --num-runners 1 or more")
+        self.runner, self.alive = Runner(args, self.seeds), {0}
+        self.envs, self.clock = self.runner.envs, self.runner.clock  # one clock, as nobody waits
+        self.spaces = self.envs.observation_space, self.envs.action_space
+        self.backend, self.close = self.envs.backend, self.envs.close
+
+    def publish(self, *weights) -> None:
+        self.weights = weights
+
+    def collect(self, batch_fragments: int, _num_learners: int) -> tuple[tuple, tuple]:
+        self.clock.lap("learning")
+        self.envs.stop, found = self.stop, []
+        for _ in range(batch_fragments):
+            self.run.stop_if_asked()
+            found.append(self.runner.sample(*self.weights))
+            self.note(found[-1][0])
+        self.queue.append(0)
+        return tuple(zip(*found, strict=True))
+
+
+def start_ray(args: Args):
+    """Join the cluster of --ray-address, or start Ray on this machine -> its module; SystemExit(2) where that fails."""
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"} | os.environ
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError:
+        fail("--num-runners needs Ray (pip install -r requirements/requirements-ray.txt); --num-runners 0 does without")
+    others = max(0, args.num_learners - 1)
+    needs = {"CPU": args.num_runners * args.cpus_per_runner + others * args.cpus_per_learner}
+    needs["GPU"] = args.num_runners * args.gpus_per_runner + others * args.gpus_per_learner
+    has = {"CPU": needs["CPU"], "GPU": torch.cuda.device_count()}  # here, more runners than cores take turns
+    settings = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    try:
+        if args.ray_address not in (None, "auto"):  # Ray itself would wait for minutes
+            host, _, port = args.ray_address.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=5).close()
+        if not ray.is_initialized() and (args.ray_address or needs["GPU"] <= has["GPU"]):
+            local = {"address": "local", "num_cpus": max(num_cores(), math.ceil(needs["CPU"]))}
+            ray.init(**settings, **({"address": args.ray_address} if args.ray_address else local))
+    except Exception as error:
+        fail(f"can't use Ray, --ray-address {args.ray_address}: {type(error).__name__}: {error}")
+    has = ray.cluster_resources() if ray.is_initialized() else has
+    for name, need in needs.items():
+        if need > has.get(name, 0):
+            fail(f"runners and learners need {need:g} {name}s, the cluster has {has.get(name, 0):g}")
+    if __name__ != "__main__":
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # this text is the one that all processes run
+    return ray
+
+
+def versions() -> dict[str, str]:
+    """Of what runners and learners must agree on."""
+    names = ("torch", "numpy", "gymnasium", "envpool", "ray")
+    return {"python": sys.version.split()[0]} | {name: version(name).partition("+")[0] for name in names}
+
+
+class RemoteRunner:
+    """A runner in a process of Ray's. An environment that breaks is an exception of `sample`."""
+
+    def __init__(self, args: Args, seeds: list[int], spec: gym.envs.registration.EnvSpec | None):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the learner's
+        torch.set_num_threads(max(1, int(args.cpus_per_runner)))
+        if spec is not None:
+            gym.registry.setdefault(spec.id, spec)  # as the learner's file may have registered it
+        self.parts = args, seeds
+
+    def open(self) -> dict:
+        """Make the environments -> what the learner must know."""
+        with contextlib.redirect_stderr(io.StringIO()) as output:
+            try:
+                self.runner = Runner(*self.parts)
+            except SystemExit:
+                raise RuntimeError(output.getvalue().strip().splitlines()[-1].removeprefix("error: ")) from None
+        envs, node = self.runner.envs, importlib.import_module("ray").util.get_node_ip_address()
+        envs.stop = self.give_up
+        news = {"spaces": (envs.observation_space, envs.action_space), "backend": envs.backend}
+        return news | {"versions": versions(), "place": f"process {os.getpid()} on {node}"}
+
+    def give_up(self, message: str) -> NoReturn:
+        raise RuntimeError(message)
+
+    def sample(self, *weights) -> tuple[dict, tuple[np.ndarray, ...]]:
+        return self.runner.sample(*weights)
+
+
+class RayRunners(Runners):
+    """Runners as actors of Ray, wherever in the cluster there is room.
+
+    By default each is asked for two fragments: it works at one, and need not wait for the learner to begin the next,
+    but never runs far ahead. With --rollout first-ready it is asked for the next when one has come, and what is older
+    than one update is left out; with batched, each brings one by the newest weights, and all are waited for.
+
+    A runner that dies, or whose environment raises, is replaced by another, with new seeds; what it was asked for is
+    lost. The learner goes on with what the others bring.
+    """
+
+    def __init__(self, args: Args, run: "Run"):
+        super().__init__(args, run)
+        choose_backend(args.env_id, args.env_backend, in_process=False)  # a typing error is found before Ray starts
+        self.own_ray, self.ray = "ray" not in sys.modules or not sys.modules["ray"].is_initialized(), start_ray(args)
+        place = {"num_cpus": args.cpus_per_runner, "num_gpus": args.gpus_per_runner, "scheduling_strategy": "SPREAD"}
+        self.remote, self.actors, self.places, self.weights = self.ray.remote(**place)(RemoteRunner), {}, {}, None
+        asking = {"batched": (1, 0), "first-ready": (1, 1)}
+        self.ahead, self.most_stale = asking.get(getattr(args, "rollout", None), (2, math.inf))
+        self.in_flight = {}  # what will be a runner's report -> whose, and what will be the fragment that it is about
+        self.failures = [0] * args.num_runners  # in a row
+        self.deadline = time.monotonic() + args.fragment_timeout
+        for index in range(args.num_runners):
+            self.start(index)
+        while len(self.alive) < (1 if self.most_stale else args.num_runners):
+            for reference in self.ready():
+                self.hear(reference)
+
+    def start(self, index: int) -> None:
+        """Let Ray start a runner; after the death of one, with seeds that none has had."""
+        seeds = self.seeds[index * self.args.envs_per_runner :][: self.args.envs_per_runner]
+        if self.restarts:
+            seeds = (np.random.SeedSequence([*seeds, self.restarts]).generate_state(len(seeds)) >> 1).tolist()
+        self.actors[index] = self.remote.remote(self.args, seeds, gym.registry.get(self.args.env_id))
+        self.in_flight[self.actors[index].open.remote()] = index, None
+
+    def admit(self, index: int, news: dict) -> None:
+        """Let a runner that has made its environments take part."""
+        own = versions()
+        differ = [f"{name} {x}, here it is {own[name]}" for name, x in news["versions"].items() if x != own[name]]
+        if differ:
+            self.stop(f"runner {index} ({news['place']}) has {'; '.join(differ)}")
+        self.places[index], self.spaces, self.backend = news["place"], news["spaces"], news["backend"]
+        self.alive.add(index)
+        self.ask(index, self.ahead)
+
+    def ask(self, index: int, count: int) -> None:
+        """Let so many fragments be asked of a runner, by the newest weights."""
+        asked = sum(other == index for other, _ in self.in_flight.values())
+        for _ in range(count - asked if self.weights else 0):
+            report, fragment = self.actors[index].sample.options(num_returns=2).remote(*self.weights)
+            self.in_flight[report] = index, fragment
+
+    def publish(self, version: int, weights: np.ndarray, *others) -> None:
+        """Ask by these weights from now on. A small vector goes along with each question, a large one is put once."""
+        self.clock.lap("learning")
+        self.weights = version, weights if weights.nbytes < 100_000 else self.ray.put(weights), *others
+        for index in self.alive:
+            self.ask(index, self.ahead)
+        self.clock.lap("weights")
+
+    def ready(self) -> list:
+        """References of what runners have done, in the order in which they were asked; within half a second."""
+        references = list(self.in_flight)
+        ready, _ = self.ray.wait(references, num_returns=len(references), timeout=0)
+        self.queue.append(len(ready))
+        if not ready and time.monotonic() > self.deadline:
+            self.stop(f"no runner has done anything for {self.args.fragment_timeout:g} s; {len(self.alive)} are alive")
+        return ready or self.ray.wait(references, num_returns=1, timeout=0.5)[0]
+
+    def hear(self, reference, found: list | None = None, num_ours: int = 0) -> None:
+        """Take what a runner has done: a fragment goes to a free place in `found`, with its report.
+
+        Those for other learners, after the first `num_ours` places, stay references.
+        """
+        index, fragment = self.in_flight.pop(reference, (None, None))
+        if index is None:
+            return  # the runner has been buried meanwhile
+        try:
+            news = self.ray.get(reference)
+            is_late = fragment is not None and self.run.num_updates - news["version"] > self.most_stale
+            if fragment is not None and not is_late:
+                place = index if not self.most_stale and found[index] is None else found.index(None)
+                found[place] = news, self.ray.get(fragment) if place < num_ours else fragment
+        except self.ray.exceptions.RayError as error:
+            self.bury(index, error)
+            return
+        self.deadline = time.monotonic() + self.args.fragment_timeout
+        if fragment is None:
+            self.admit(index, news)
+            return
+        self.failures[index] = 0
+        self.late += is_late
+        if self.most_stale:
+            self.ask(index, 1)
+
+    def collect(self, batch_fragments: int, num_learners: int) -> tuple[tuple, tuple]:
+        """Reports and fragments, first those for this learner's batch; references to those for the others."""
+        self.clock.lap("learning")
+        found = [None] * (batch_fragments * num_learners)
+        while None in found:
+            self.run.stop_if_asked()
+            for reference in self.ready()[: found.count(None)]:
+                self.hear(reference, found, batch_fragments)
+            asked = sum(fragment is not None for _, fragment in self.in_flight.values())
+            idle = sorted(self.alive - {index for index, _ in self.in_flight.values()})
+            for index in idle[: max(0, found.count(None) - asked)]:
+                self.ask(index, 1)  # in the place of one that has died
+        for report, _ in found:
+            self.note(report)
+        self.clock.lap("learner_waiting")
+        return tuple(zip(*found, strict=True))
+
+    def bury(self, index: int, error: Exception) -> None:
+        """Replace a runner that died, or broke; but end the run if one does so again and again."""
+        cause, details = getattr(error, "cause", None), str(error).partition("exit detail: ")[2]
+        name = "" if type(cause) is RuntimeError else f"{type(cause or error).__name__}: "
+        summary = " ".join(f"{name}{cause or details.partition('. ')[0] or error}".split())
+        if cause is not None and not self.alive and not self.restarts:
+            fail(summary)
+        death = f"runner {index} ({self.places.pop(index, 'not yet up')}) died: {summary}"
+        self.alive.discard(index)
+        self.in_flight = {x: (other, fragment) for x, (other, fragment) in self.in_flight.items() if other != index}
+        self.ray.kill(self.actors[index])
+        self.failures[index] += 1
+        if self.failures[index] == 3:
+            self.stop(f"{death}; so it did 3 times without a fragment in between")
+        if self.restarts == self.args.runner_restarts:
+            self.stop(f"{death}; --runner-restarts {self.restarts} are used up")
+        self.restarts += 1
+        tqdm.write(f"{death}; restart {self.restarts}", file=sys.stderr)
+        self.start(index)
+
+    def close(self) -> None:
+        for actor in self.actors.values():
+            self.ray.kill(actor)
+        if self.own_ray:
+            self.ray.shutdown()
+
+
+class NumberedRunners(RayRunners):
+    """Runners of Ray that know the numbers of their environments. Fragments stay where they are if shards keep them."""
+
+    def admit(self, index: int, news: dict) -> None:
+        first = index * self.args.envs_per_runner
+        self.actors[index].__ray_call__.remote(lambda remote: setattr(remote.runner, "first_env", first))
+        super().admit(index, news)
+
+    def hear(self, reference, found: list | None = None, num_ours: int = 0) -> None:
+        super().hear(reference, found, 0 if self.args.replay_shards else num_ours)
+
+
+class Replay:
+    """What the learner sees of its replay, wherever it is."""
+
+    def __init__(self, args: Args, runners: "Runners", device: torch.device):
+        self.args, self.runners, self.device = args, runners, device
+        self.place, self.late = None, None
+
+    def sample(self) -> list[Tensor] | None:
+        """A batch for `update`, on the device; None if there is nothing to draw."""
+        self.place, batch = self.draw()
+        return None if batch is None else [torch.from_numpy(x).to(self.device) for x in batch]
+
+    def write_back(self, error: Tensor) -> None:
+        """Take the errors of the last batch, and make priorities of those of the one before.
+
+        So the learner never waits for a GPU: what comes from there is read when the next batch is being learnt from.
+        """
+        error, copied = error.to("cpu", non_blocking=True), torch.cuda.Event() if error.is_cuda else None
+        if copied:
+            copied.record()
+        late, self.late = self.late, (self.place, error, copied)
+        if late:
+            place, error, copied = late
+            if copied:
+                copied.synchronize()
+            self.prioritize(place, error.numpy())
+
+
+class LocalReplay(Replay):
+    """All in this process, and in the checkpoint."""
+
+    def __init__(self, args: Args, runners: "Runners", device: torch.device):
+        super().__init__(args, runners, device)
+        self.shard = PrioritizedReplay(args, runners.spaces[0], args.buffer_size)
+        self.add, self.prioritize = self.shard.add, self.shard.prioritize
+
+    def draw(self) -> tuple:
+        place, *batch = self.shard.sample() or (None,)
+        return place, batch or None
+
+    def metrics(self) -> dict[str, float]:
+        fragments = self.shard.fragments
+        return {"replay/transitions": min(fragments.num_added * fragments.size, fragments.capacity)}
+
+    def state_dict(self) -> dict:
+        """Without a copy of the rows: by way of NumPy, torch.save takes the rows that are in use for all there is."""
+        fragments, tree = self.shard.fragments, self.shard.tree
+        used = min(fragments.num_added, len(fragments.obs))
+        arrays = {name: getattr(fragments, name)[:used] for name in ("obs", "age", "columns", "generation")}
+        arrays["priorities"] = tree[np.arange(used * fragments.size)]
+        return {name: torch.from_numpy(x) for name, x in arrays.items()} | {"num_added": fragments.num_added}
+
+    def load_state_dict(self, state: dict) -> None:
+        fragments, used = self.shard.fragments, len(state["obs"])
+        for name in ("obs", "age", "columns", "generation"):
+            getattr(fragments, name)[:used] = state[name].numpy()
+        self.shard.tree[np.arange(used * fragments.size)] = state["priorities"].numpy()
+        fragments.num_added = state["num_added"]
+
+
+class RemoteReplay:
+    """A shard of the replay in a process of Ray's."""
+
+    def open(self, args: Args, observation_space: gym.Space, seed: int) -> str:
+        """Make room -> a line that says how much."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the learner's
+        np.random.seed(seed)
+        with contextlib.redirect_stderr(io.StringIO()) as output:
+            try:
+                self.shard = PrioritizedReplay(args, observation_space, args.buffer_size // args.replay_shards)
+            except SystemExit:
+                raise RuntimeError(output.getvalue().strip().removeprefix("error: ")) from None
+        return output.getvalue().strip()
+
+    def add(self, fragment: tuple[np.ndarray, ...]) -> None:
+        self.shard.add(fragment)
+
+    def sample(self) -> tuple[np.ndarray, ...] | None:
+        return self.shard.sample()
+
+    def prioritize(self, place: np.ndarray, error: np.ndarray) -> None:
+        self.shard.prioritize(place, error)
+
+
+class ReplayShards(Replay):
+    """The replay in several processes of Ray, which get fragments from runners, in turn, not by way of the learner.
+
+    Batches are asked for ahead, of each shard in turn. A shard that dies is replaced by an empty one; what it held is
+    counted as lost, and the learner goes on with what the others hold. Shards are not in the checkpoint.
+    """
+
+    AHEAD = 2
+
+    def __init__(self, args: Args, runners: "RayRunners", device: torch.device):
+        if not args.num_runners:
+            fail("--replay-shards is for --num-runners 1 or more")
+        super().__init__(args, runners, device)
+        self.ray, self.fragment_size = runners.ray, args.fragment_steps * args.envs_per_runner
+        self.remote = self.ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(RemoteReplay)
+        self.shards, self.num_given, self.num_added, self.num_lost, self.restarts = {}, {}, 0, 0, 0
+        self.adding, self.asked = {}, deque()  # what will be an answer -> shard; shards, what will be batches
+        try:
+            lines = self.ray.get([self.start(index) for index in range(args.replay_shards)])
+        except self.ray.exceptions.RayError as error:
+            fail(f"can't start a replay shard: {getattr(error, 'cause', None) or error}")
+        print(f"{args.replay_shards} shards, each {lines[0]}", file=sys.stderr)
+
+    def start(self, index: int):
+        words = self.args.seed, self.runners.run.step, index, self.restarts
+        self.shards[index], self.num_given[index] = self.remote.remote(), 0
+        self.runners.actors[-1 - index] = self.shards[index]  # ends with them
+        seed = int(np.random.SeedSequence(words).generate_state(1)[0])
+        return self.shards[index].open.remote(self.args, self.runners.spaces[0], seed)
+
+    def add(self, fragment) -> None:
+        """Let the next shard have a fragment, by its reference."""
+        index = self.num_added % len(self.shards)
+        self.adding[self.shards[index].add.remote(fragment)] = index
+        self.num_given[index] += 1
+        self.num_added += 1
+        for reference in self.ray.wait(list(self.adding), num_returns=len(self.adding), timeout=0)[0]:
+            self.hear(self.adding.pop(reference, None), reference)
+
+    def hear(self, index: int | None, reference):
+        """What a shard answers; if it is dead, another takes its place, and there is no answer."""
+        if index is None:
+            return None  # the shard has been buried meanwhile
+        try:
+            return self.ray.get(reference, timeout=self.args.fragment_timeout)
+        except self.ray.exceptions.GetTimeoutError:
+            self.runners.stop(f"replay shard {index} has not answered for {self.args.fragment_timeout:g} s")
+        except self.ray.exceptions.ObjectLostError:
+            self.num_lost += self.fragment_size  # it went with the machine of its runner
+        except self.ray.exceptions.RayError as error:
+            self.bury(index, error)
+        return None
+
+    def held(self, index: int) -> int:
+        """Transitions in a shard."""
+        most = self.args.buffer_size // len(self.shards) // self.fragment_size
+        return min(self.num_given[index], most) * self.fragment_size
+
+    def bury(self, index: int, error: Exception) -> None:
+        """Replace a shard that died; what it held is lost."""
+        cause, details = getattr(error, "cause", None), str(error).partition("exit detail: ")[2]
+        summary = " ".join(f"{cause or details.partition('. ')[0] or error}".split())
+        death = f"replay shard {index} died: {summary}; {self.held(index):,} transitions are lost"
+        if self.restarts == self.args.runner_restarts:
+            self.runners.stop(f"{death}; --runner-restarts {self.restarts} are used up")
+        self.restarts, self.num_lost = self.restarts + 1, self.num_lost + self.held(index)
+        tqdm.write(f"{death}; restart {self.restarts}", file=sys.stderr)
+        self.adding = {reference: other for reference, other in self.adding.items() if other != index}
+        self.asked = deque(pair for pair in self.asked if pair[0] != index)
+        self.ray.kill(self.shards[index])
+        self.start(index)
+
+    def draw(self) -> tuple:
+        """The batch that was asked for first; more of them are asked for of those that hold something."""
+        self.runners.clock.lap("learning")
+        batch = None
+        while batch is None and any(self.num_given.values()):
+            filled = [index for index, count in self.num_given.items() if count]
+            while len(self.asked) < self.AHEAD * len(filled):
+                index = min(filled, key=[index for index, _ in self.asked].count)
+                self.asked.append((index, self.shards[index].sample.remote()))
+            index, reference = self.asked.popleft()
+            shard, batch = self.shards[index], self.hear(index, reference)
+            if batch is None:
+                self.num_given[index] = 0
+        self.runners.clock.lap("learner_waiting")
+        if batch is None:
+            return None, None
+        place, *columns = batch
+        return (shard, place), [np.array(x) for x in columns]  # Ray's arrays can't be written to
+
+    def prioritize(self, place: tuple, error: np.ndarray) -> None:
+        """Without waiting for it. A shard that is dead does not mind."""
+        shard, place = place
+        shard.prioritize.remote(place, error)
+
+    def metrics(self) -> dict[str, float]:
+        held = sum(map(self.held, self.shards))
+        return {"replay/transitions": held, "replay/lost": self.num_lost, "replay/restarts": self.restarts}
+
+
+def validate(args: Args) -> torch.device:
+    """Refuse settings that can't work, before any work is done; returns the device to learn on."""
+    for name, value in asdict(args).items():
+        least, most = LIMITS.get(name, (int(type(value) is int), math.inf))
+        if type(value) in (int, float) and not (least <= value <= most and math.isfinite(value)):
+            bound = f" and at most {most}" if most < math.inf else " and finite" * (type(value) is float)
+            fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}")
+    try:
+        device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("it must be auto, cpu, cuda or cuda:N")
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        fail(f"--device {args.device}: {error}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # CUDA graphs are recorded on the current device
+    return device
+
+
+def typed_flags() -> list[str]:
+    """What was typed, CleanRL's --cuda as ours; SystemExit(2) at its flags that are not here, with what there is."""
+    words = [{"--cuda": "--device=auto", "--no-cuda": "--device=cpu"}.get(word, word) for word in sys.argv[1:]]
+    instead = {"--torch-deterministic": "runs on a CPU always are", "--save-model": "each run leaves checkpoint.pt"}
+    instead["--capture-video"] = "./run.sh evaluate RUN_DIR --video FILE.mp4"
+    for flag in [word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in words]:
+        if flag in instead:
+            fail(f"{flag} is a flag of CleanRL's; here {instead[flag]}")
+    return words
+
+
+def load_checkpoint(args: Args) -> tuple[Args, dict]:
+    """The settings and the checkpoint of the run to resume; without --resume the settings as they are, and nothing."""
+    if args.resume is None:
+        return args, {}
+    try:
+        # Mapped, not read: a replay buffer goes from the file straight to its place
+        checkpoint = torch.load(Path(args.resume, "checkpoint.pt"), map_location="cpu", weights_only=True, mmap=True)
+        if checkpoint["script"] != Path(__file__).name:
+            raise ValueError(f"this is a run of {checkpoint['script']}")
+        saved = Args(**checkpoint["args"])
+    except Exception as error:  # whatever unpickling a broken file brings up
+        fail(f"can't resume {args.resume}: {type(error).__name__}: {error}")
+    typed = {word.partition("=")[0].lstrip("-").replace("-", "_").removeprefix("no_") for word in sys.argv[1:]}
+    defaults = {field.name: field.default for field in fields(Args)}
+    given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
+    for name, value in given.items():
+        may_change = name in ("resume", "device") or (name == "total_timesteps" and value > saved.total_timesteps)
+        if value != getattr(saved, name) and not may_change:
+            fail(f"--{name.replace('_', '-')}: a resumed run keeps its settings, but for a longer --total-timesteps")
+    if given.get("total_timesteps", saved.total_timesteps) != saved.total_timesteps:
+        print("what is annealed over the run now follows the new --total-timesteps", file=sys.stderr)
+    return replace(saved, **given), checkpoint
+
+
+class Run:
+    """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
+
+    At the first SIGINT or SIGTERM `stopped_by` is set, and the loop is to end. The second one kills.
+    """
+
+    def __init__(self, args: Args):
+        """Take up the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
+        self.args, self.checkpoint = load_checkpoint(args)
+        self.device = validate(self.args)
+        counters = (self.checkpoint.get(name, 0) for name in ("global_step", "iteration", "num_updates", "seconds"))
+        self.step, self.iteration, self.num_updates, self.seconds = counters
+        self.logged_step = self.saved_step = self.first_step = self.step
+        self.episodes, self.returns, self.stopped_by = [], deque(maxlen=100), None
+        self.checkpoint_every = self.args.checkpoint_every or max(1, self.args.total_timesteps // 10)
+        random.seed(self.args.seed)
+        np.random.seed(self.args.seed % 2**32)
+        torch.manual_seed(self.args.seed)
+
+    def env_seeds(self, num_envs: int) -> list[int]:
+        """A seed for each environment: 31 bits, as EnvPool takes them. No other run has it, nor had this one before."""
+        return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
+
+    def restore(self) -> None:
+        """Load state and random numbers from the checkpoint."""
+        try:
+            for name, part in self.state.items():
+                part.load_state_dict(self.checkpoint[name])
+        except (KeyError, RuntimeError) as error:
+            fail(f"can't resume {self.args.resume}: its checkpoint is of another version of this file: {error}")
+        rng = self.checkpoint["rng"]
+        random.setstate(rng["python"])
+        np.random.set_state(tuple(rng["numpy"]))
+        torch.set_rng_state(rng["torch"])
+        if self.device.type == "cuda" and rng["cuda"] is not None:
+            torch.cuda.set_rng_state(rng["cuda"])
+        self.checkpoint = None  # frees a replay buffer
+
+    def open(self, envs, **state) -> None:
+        """Load the parts of `state` from a checkpoint, to which they will be saved; open the run's folder."""
+        self.envs, self.state, envs.stop = envs, state, self.close
+        if self.checkpoint:
+            self.restore()
+        self.keep_rng()
+        name = f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}__{int(time.time())}"
+        self.dir = Path(self.args.resume or self.args.run_dir or "runs/" + name.replace("/", "_").replace(":", "_"))
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            if not self.args.resume and any(self.dir.iterdir()):
+                fail(f"the run folder {self.dir} is not empty; --resume goes on with a run")
+            self.open_files()
+        except (OSError, ImportError, ValueError) as error:
+            fail(f"can't use the run folder {self.dir}: {error}")
+        if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
+            print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
+        if getattr(self.args, "learning_starts", 0) >= self.args.total_timesteps:
+            print("note: the run is over before --learning-starts: nothing will be learnt", file=sys.stderr)
+        print(getattr(envs, "summary", f"environments: {self.args.env_id}"), file=sys.stderr)
+        self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
+        total, initial = self.args.total_timesteps, self.step
+        self.bar = tqdm(total=total, initial=initial, unit=" steps", unit_scale=True, disable=None)
+        self.start_time = time.perf_counter() - self.seconds
+
+    def open_files(self) -> None:
+        """Write the configuration or, to resume, cut the log back to the checkpoint; then open the log to append."""
+        log, config, lines = self.dir / "metrics.jsonl", self.dir / "config.json", []
+        git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
+        commit = subprocess.getoutput(git) or None
+        if not self.args.resume:
+            packages = ("torch", "tensordict", "gymnasium", "envpool", "numpy")
+            values = {
+                "script": Path(__file__).name,
+                "args": asdict(self.args),
+                "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
+                "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
+                "cores": num_cores(),
+                "env_backend": getattr(self.envs, "backend", None),
+                "matmul_precision": torch.get_float32_matmul_precision(),
+                "commit": commit,
+            }
+        else:
+            values = json.loads(config.read_text())
+            values["resumed"] = [*values.get("resumed", []), {"global_step": self.step, "commit": commit}]
+        values.setdefault("id", os.urandom(8).hex())  # in Weights & Biases
+        config.write_text(json.dumps(values, indent=2) + "\n")
+        for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line is left out
+                lines += [line + "\n"] if json.loads(line)["global_step"] <= self.step else []
+        log.with_suffix(".tmp").write_text("".join(lines))
+        log.with_suffix(".tmp").replace(log)
+        self.file, self.writer = log.open("a", buffering=1), None
+        if self.args.track:
+            import wandb
+
+            names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.dir.name}
+            wandb.init(**names, id=values["id"], resume="allow", config=asdict(self.args), sync_tensorboard=True)
+        if self.args.tensorboard or self.args.track:
+            from torch.utils.tensorboard import SummaryWriter  # takes a second
+
+            self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if self.args.resume else None)
+
+    def on_signal(self, signum: int, _frame) -> None:
+        self.stopped_by = signum
+        signal.signal(signum, signal.SIG_DFL)
+
+    def keep_rng(self) -> None:
+        """Note the random state as of now: a rollout that is broken off has drawn numbers which must not count."""
+        name, keys, *rest = np.random.get_state()
+        self.rng = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state()}
+        self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Write a line, with the means over the episodes that ended since the last one; save if a checkpoint is due."""
+        seconds = time.perf_counter() - self.start_time
+        metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
+        if self.episodes:
+            self.returns.extend(episode_return for episode_return, _ in self.episodes)
+            means = np.mean(self.episodes, axis=0).tolist()
+            metrics["charts/episodic_return"], metrics["charts/episodic_length"] = means
+            metrics["charts/episodes"] = len(self.episodes)
+        metrics |= {f"info/{key}": sum(values) / len(values) for key, values in self.envs.infos.items()}
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                sys.exit(f"error: {name} is {value} at step {self.step}; the last checkpoint is from {self.saved_step}")
+            if self.writer:
+                self.writer.add_scalar(name, value, self.step)
+        try:
+            self.file.write(json.dumps({"global_step": self.step, "seconds": round(seconds, 3), **metrics}) + "\n")
+        except OSError as error:
+            sys.exit(f"error: can't write the log: {error}; the last checkpoint is from {self.saved_step}")
+        self.bar.set_postfix({"return": f"{np.mean(self.returns or [math.nan]):.1f}"}, refresh=False)
+        self.bar.update(self.step - self.logged_step)
+        self.logged_step, self.seconds = self.step, seconds
+        self.episodes.clear()
+        self.envs.infos.clear()
+        self.keep_rng()
+        if self.step // self.checkpoint_every > self.saved_step // self.checkpoint_every:
+            self.save()
+
+    def save(self) -> None:
+        """Write the checkpoint beside the old one, then put it in its place: at any moment the disk has a whole one."""
+        state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng}
+        state |= {"script": Path(__file__).name, "args": asdict(self.args), "seconds": self.seconds}
+        state |= {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
+        new = self.dir / "checkpoint.tmp"
+        try:
+            with new.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(self.dir / "checkpoint.pt")
+        except (OSError, RuntimeError) as error:
+            new.unlink(missing_ok=True)
+            sys.exit(f"error: can't write a checkpoint: {error}; the last one is of step {self.saved_step}")
+        self.saved_step = self.step
+
+    def goes_on(self) -> bool:
+        return self.step < self.args.total_timesteps and self.stopped_by is None
+
+    def is_due(self) -> bool:
+        """Whether the log is, or a checkpoint, which comes with a line of the log, or whether this is the end."""
+        intervals = (self.args.log_every, self.checkpoint_every)
+        return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
+
+    def stop_if_asked(self) -> None:
+        """In a rollout: end the run as of its last update after a signal, since a rollout may take minutes."""
+        if self.stopped_by is not None:
+            self.close()
+
+    def close(self, error: str | None = None) -> Path:
+        """End the run: save, and say how it went; returns its folder. After an error or a signal, end the program."""
+        if self.step > self.logged_step:
+            self.log({})
+        if self.step > self.saved_step:
+            self.save()
+        self.envs.close()
+        self.bar.close()
+        self.file.close()
+        if self.writer:
+            self.writer.close()
+        for signum, handler in self.handlers.items():
+            signal.signal(signum, handler)
+        hint = f"to go on: --resume {self.dir}" if self.saved_step else "there is no checkpoint yet"
+        if error:
+            sys.exit(f"error: {error}, at step {self.step}; {hint}")
+        if self.step == self.first_step > 0 and self.stopped_by is None:
+            print("this run was finished before; a greater --total-timesteps lets it go on")
+        print(
+            f"{self.step:,} steps in {self.seconds:.1f} s, mean return of the last {len(self.returns)} episodes "
+            f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"
+        )
+        if self.stopped_by is not None:
+            print(f"stopped by a signal; {hint}", file=sys.stderr)
+            sys.exit(128 + self.stopped_by)
+        return self.dir
+
+
+if __name__ == "__main__":
+    train(tyro.cli(Args, args=typed_flags()))

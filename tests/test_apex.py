@@ -1,0 +1,439 @@
+"""Ape-X DQN over Ray: its sum tree, its fragments and its replay, each against a naive one, and what may die.
+
+Runners, the cluster and their faults are the text that test_impala.py is about; here is what is new.
+"""
+
+import time
+from collections import defaultdict
+from types import SimpleNamespace
+from unittest import mock
+
+import gymnasium as gym
+import helpers
+import numpy as np
+import pytest
+import torch
+from graph_emulator import use_graphs
+from helpers import in_float64, load, on_ray, without_times
+from parity import CLOSE, assert_agree, weights_of
+from test_math import episodes, rollouts
+from torch._dynamo.utils import counters
+
+EAGER, COMPILED = "apex_dqn_ray", "apex_dqn_ray_torchcompile"
+SCRIPT = load(EAGER)
+GAMMA = 0.9
+SMALL = {
+    "env_id": "tiny_envs:DiscreteStream-v0", "num_runners": 0, "envs_per_runner": 4, "fragment_steps": 8,
+    "total_timesteps": 800, "learning_starts": 100, "buffer_size": 320, "batch_size": 16, "samples_per_insert": 2.0,
+    "target_network_frequency": 10, "log_every": 50, "gamma": GAMMA, "device": "cpu", "tensorboard": False,
+}  # fmt: skip
+
+
+OTHER = {"dueling": True, "double_dqn": False, "clip_rewards": True}
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Train in this process, each time in a folder of its own: name, settings -> Outcome."""
+    folders = (tmp_path / f"run{i}" for i in range(100))
+    return lambda name=EAGER, **settings: helpers.call(name, **SMALL | {"run_dir": str(next(folders))} | settings)
+
+
+def arguments(**settings):
+    return SCRIPT.Args(**SMALL | settings)
+
+
+# The sum tree
+
+
+@pytest.mark.parametrize("num_leaves", [1, 2, 3, 64, 65, 1000])
+def test_each_sum_is_that_of_a_table(num_leaves):
+    """Also after a batch that names a leaf twice: its last priority counts."""
+    rng, tree, table = np.random.default_rng(num_leaves), SCRIPT.SumTree(num_leaves), np.zeros(num_leaves)
+    for count in (1, 5, 40, 300):
+        leaf, priority = rng.integers(num_leaves, size=count), rng.random(count) * (rng.random(count) < 0.8)
+        tree[leaf] = priority
+        for i, x in zip(leaf, priority, strict=True):
+            table[i] = x
+        np.testing.assert_array_equal(tree[np.arange(num_leaves)], table)
+        assert tree.sums[1] == pytest.approx(table.sum(), rel=1e-12)
+        size = len(tree.sums) // 2
+        np.testing.assert_allclose(tree.sums[1:size], tree.sums[2::2] + tree.sums[3::2], rtol=1e-12)
+
+
+@pytest.mark.parametrize("num_leaves", [2, 7, 60, 1000])
+def test_leaves_are_drawn_in_proportion_to_their_priorities(num_leaves):
+    """By a chi-square test, after the tree was written over more than once; a leaf of priority 0 never is."""
+    np.random.seed(1)
+    rng, tree = np.random.default_rng(num_leaves), SCRIPT.SumTree(num_leaves)
+    for first in range(0, 5 * num_leaves, 3):  # round and round
+        tree[np.arange(first, first + 3) % num_leaves] = rng.gamma(1.0, size=3) * (rng.random(3) < 0.8)
+    tree[np.array([0, num_leaves - 1])] = 2.0, 1.0
+    priority, draws = tree[np.arange(num_leaves)], 0
+    counts = np.zeros(num_leaves)
+    for count in [1] * 2000 + [64] * 300 + [512] * 100:
+        counts += np.bincount(tree.sample(count), minlength=num_leaves)
+        draws += count
+    expected = draws * priority / priority.sum()
+    assert not counts[priority == 0].any()
+    counts, expected = counts[expected > 5], expected[expected > 5]
+    chi_square, freedom = ((counts - expected) ** 2 / expected).sum(), len(expected) - 1
+    assert freedom >= 1 and chi_square < freedom + 5 * np.sqrt(2 * freedom)  # five standard deviations
+
+
+def test_rounding_never_draws_a_leaf_of_priority_zero():
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        tree, num_leaves = SCRIPT.SumTree(100), 100
+        tree[np.arange(num_leaves)] = 10.0 ** rng.uniform(-12, 12, num_leaves) * (rng.random(num_leaves) < 0.3)
+        tree[np.array([rng.integers(num_leaves)])] = 1e-12
+        with mock.patch("numpy.random.random", lambda count: rng.choice([0.0, 1 - 2**-53], count)):
+            assert (tree[tree.sample(512)] > 0).all()
+
+
+@pytest.mark.alone
+def test_a_million_priorities_are_sampled_at_a_million_a_second(capsys):
+    """In batches of 512, on one core. The median of many, since others may be busy."""
+    tree, seconds = SCRIPT.SumTree(2**20), []
+    tree[np.arange(2**20)] = np.random.default_rng(1).random(2**20)
+    for _ in range(400):
+        start = time.perf_counter()
+        tree.sample(512)
+        seconds.append(time.perf_counter() - start)
+    rate = 512 / np.median(seconds)
+    with capsys.disabled():
+        print(f" {rate / 1e6:.1f} M samples/s", end="")
+    assert rate > 1e6
+
+
+# Returns and fragments
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_n_step_returns_are_sums_within_each_episode(n):
+    """Across terminations, truncations and resets. Of rows that are resets, nothing is asked."""
+    for rollout in rollouts(np.random.default_rng(n), [40] * 5):
+        reward, terminated, truncated, _ = rollout
+        total, discount, steps = load(in_float64(EAGER)).n_step_returns(reward, terminated, truncated, n, GAMMA)
+        assert total.shape == (40 - n, 3)
+        for env, first, last in episodes(*rollout):
+            for t in range(first, min(last + 1, len(total))):
+                end = min(t + n - 1, last)
+                expected = sum(GAMMA ** (k - t) * reward[k, env] for k in range(t, end + 1))
+                assert total[t, env] == pytest.approx(expected, rel=1e-12)
+                assert steps[t, env] == end - t + 1
+                follows = 0 if terminated[end, env] else GAMMA ** (end - t + 1)
+                assert discount[t, env] == pytest.approx(follows, rel=1e-12)
+
+
+def runner_of(args, monkeypatch):
+    """A runner, and all that its environments go through: (observation, action, reward, flags, what follows)."""
+    runner, seen = SCRIPT.Runner(args, list(range(1, args.envs_per_runner + 1))), []
+    step, first = runner.envs.step, runner.actions.start
+
+    def recording(action):
+        before, (obs, reward, *flags) = runner.obs.copy(), step(action)
+        seen.append((before, action - first, reward, *flags, obs.copy()))
+        return obs, reward, *flags
+
+    monkeypatch.setattr(runner.envs, "step", recording)
+    return runner, seen
+
+
+def naive_transitions(seen, n: int) -> dict:
+    """(environment, step) -> observation, action, n-step return, discount, the observation that follows."""
+    obs, action, reward, terminated, truncated, after = (np.array(x) for x in zip(*seen, strict=True))
+    found = {}
+    for env in range(obs.shape[1]):
+        is_reset = False
+        for t in range(len(obs) - n):
+            done = terminated[t, env] or truncated[t, env]
+            if not is_reset:
+                total, discount, k = 0.0, 1.0, t
+                while True:
+                    total += discount * reward[k, env]
+                    discount *= GAMMA * (not terminated[k, env])
+                    if terminated[k, env] or truncated[k, env] or k == t + n - 1:
+                        break
+                    k += 1
+                found[env, t] = obs[t, env], action[t, env], total, discount, after[k, env]
+            is_reset = done
+    return found
+
+
+def replay_of(args, runner, num_fragments: int):
+    """A replay with fragments of the runner; and, of each transition in it, (environment, step)."""
+    replay = SCRIPT.PrioritizedReplay(args, runner.envs.observation_space, args.buffer_size)
+    weights = SCRIPT.get_weights(runner.network)
+    for version in range(num_fragments):
+        replay.add(runner.sample(version, weights)[1])
+    fragment, rest = np.divmod(np.arange(num_fragments * replay.fragments.size), replay.fragments.size)
+    t, env = np.divmod(rest, args.envs_per_runner)
+    return replay, list(zip(env, fragment * args.fragment_steps + t - args.n_step, strict=True))
+
+
+CUT = '{"max_episode_steps": 13}'
+GAMES = {"envs_per_runner": 2, "fragment_steps": 8, "buffer_size": 64}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"env_id": "tiny_envs:Choose-v0"},
+        {"env_id": "CartPole-v1", "dueling": True},
+        {"env_id": "Breakout-v5", "env_kwargs": CUT} | GAMES,
+    ],
+    ids=["both-ends", "dueling", "frames"],
+)
+def test_the_replay_holds_what_the_environments_went_through(monkeypatch, settings, n):
+    """Each transition of whole episodes once, over the borders of fragments; stacks of frames are those that were seen.
+
+    Its priority is the error of the values by which the runner acted.
+    """
+    args = arguments(n_step=n, **settings)
+    runner, seen = runner_of(args, monkeypatch)
+    replay, steps = replay_of(args, runner, 4)
+    leaf = np.flatnonzero(replay.tree[np.arange(len(steps))])
+    expected = naive_transitions(seen, n)
+    assert {steps[i] for i in leaf} == expected.keys()
+    _, obs, next_obs, rows = replay.fragments.read(leaf)
+    priority = replay.tree[leaf] ** (1 / args.priority_exponent)
+    ends = set()
+    with torch.no_grad():
+        q, next_q = (runner.network(torch.from_numpy(x)).numpy() for x in (obs, next_obs))
+    for i, index in enumerate(leaf):
+        first, action, total, discount, after = expected[steps[index]]
+        np.testing.assert_array_equal(obs[i], first.astype(obs.dtype))
+        np.testing.assert_array_equal(next_obs[i], after.astype(obs.dtype))
+        np.testing.assert_allclose(rows[i], [action, total, discount], rtol=1e-5, atol=1e-6)
+        assert priority[i] == pytest.approx(abs(total + discount * next_q[i].max() - q[i, action]), rel=1e-3, abs=1e-4)
+        ends.add(round(float(discount), 4))
+    assert len(ends) > 1 or n == 1
+
+
+def test_each_environment_explores_by_its_own_epsilon():
+    """Those of a second runner go on where those of the first end; with weights of 0 the greedy action is the first."""
+    args = arguments(num_runners=2, env_id="tiny_envs:Choose-v0", fragment_steps=4000)
+    runner = SCRIPT.Runner(args, [1, 2, 3, 4])
+    shares = []
+    for first in (0, 4):
+        runner.first_env = first
+        _, (_, _, columns) = runner.sample(0, np.zeros_like(SCRIPT.get_weights(runner.network)))
+        shares.append((columns[args.n_step :, :, 0] != 0).mean(0))
+    expected = 0.4 ** (1 + 7 * np.arange(8) / 7) * 2 / 3  # one of three random actions is the greedy one
+    np.testing.assert_allclose(np.concatenate(shares), expected, atol=5 * np.sqrt(0.25 / 4000))
+    assert shares[0][0] > 3 * shares[1][0] > 0
+
+
+# The replay
+
+
+def filled(num_fragments: int, **settings):
+    """A replay with made-up fragments, of which each row says where it is from."""
+    args = arguments(**settings)
+    space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    replay = SCRIPT.PrioritizedReplay(args, space, args.buffer_size)
+    for number in range(num_fragments):
+        rows = args.fragment_steps + args.n_step, args.envs_per_runner
+        t, env = np.indices(rows)
+        obs = np.stack([np.full(rows, number), t * 10 + env], axis=2).astype(np.float32)
+        columns = np.ones((args.fragment_steps, args.envs_per_runner, 5), dtype=np.float32)
+        columns[..., 3] = args.n_step
+        replay.add((obs, np.zeros(rows, dtype=np.uint8), columns))
+    return replay
+
+
+def test_the_oldest_fragment_is_written_over():
+    replay = filled(23)  # of ten that there is room for
+    _, obs, next_obs, _ = replay.fragments.read(np.arange(320))
+    assert sorted(set(obs[:, 0])) == list(range(13, 23)) and (next_obs[:, 0] == obs[:, 0]).all()
+    assert (next_obs[:, 1] - obs[:, 1] == 30).all() and len(np.unique(obs, axis=0)) == 320
+
+
+def test_a_priority_that_comes_too_late_changes_nothing():
+    """Its transition has been written over; that of one that is still there is changed."""
+    replay = filled(10)
+    place, *_ = replay.fragments.read(np.array([0, 33]))  # of the first two fragments
+    fragments = replay.fragments
+    replay.add((fragments.obs[0], fragments.age[0], fragments.columns[0]))
+    replay.prioritize(place, np.array([7.0, 7.0]))
+    assert replay.tree[np.array([0])] == 1 and replay.tree[np.array([33])] == pytest.approx(7**0.6, rel=1e-5)
+
+
+def test_priorities_change_what_is_sampled():
+    """A transition whose error is 30 times that of the others comes 30 ** alpha times as often, and weighs less.
+
+    A uniform replay (alpha = 0) does not pass what comes first.
+    """
+    shares = {}
+    for alpha in (0.6, 0.0):
+        np.random.seed(1)
+        replay = filled(10, priority_exponent=alpha, batch_size=64)
+        place, *_ = replay.fragments.read(np.arange(320))
+        replay.prioritize(place, np.where(np.arange(320) == 77, 30.0, 1.0))
+        batches = [replay.sample() for _ in range(500)]
+        shares[alpha] = np.mean([(batch[0] % 320 == 77).mean() for batch in batches])
+    ratio = 30**0.6
+    assert shares[0.6] == pytest.approx(ratio / (ratio + 319), rel=0.1)
+    assert shares[0.0] == pytest.approx(1 / 320, rel=0.3)
+    replay = filled(10, batch_size=64)
+    replay.prioritize(place, np.where(np.arange(320) < 160, 30.0, 1.0))
+    place, *_, rows = replay.sample()
+    np.testing.assert_allclose(rows[place % 320 < 160, 3], ratio**-0.4, rtol=1e-5)
+    np.testing.assert_allclose(rows[place % 320 >= 160, 3], 1, rtol=1e-5)
+
+
+def test_a_million_transitions_of_atari_fit_in_8_gb(capfd):
+    """By the script's own sum, which it also refuses by; arrays that are not written to take no memory here."""
+    space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    args = SCRIPT.Args(env_id="Pong-v5", buffer_size=1_000_000)
+    with mock.patch.object(SCRIPT, "free_memory", lambda _: 8e9), mock.patch.object(np, "zeros", lambda *_, **__: []):
+        fragments = SCRIPT.Fragments(args, space, args.buffer_size)
+    need = int(capfd.readouterr().err.split()[1].replace(",", ""))
+    assert fragments.capacity > 999_000 and 7.1e9 < need < 8e9
+    with mock.patch.object(SCRIPT, "free_memory", lambda _: 7e9), pytest.raises(SystemExit):
+        SCRIPT.Fragments(args, space, args.buffer_size)
+    assert "--buffer-size 1000000 needs 7.2" in capfd.readouterr().err
+
+
+def test_errors_of_updates_become_priorities(train):
+    """Those in the checkpoint are not those that runners gave."""
+    replay = train().checkpoint["replay"]
+    first = replay["columns"][..., 4].double().flatten() ** 0.6
+    given = replay["priorities"] > 0
+    changed = ~torch.isclose(replay["priorities"], first, rtol=1e-5)
+    assert (given == (first > 0)).all() and 0.2 < changed[given].double().mean() < 1
+
+
+# Runs in one process
+
+
+@pytest.mark.parametrize("name", [EAGER, COMPILED])
+def test_run_is_reproduced_to_the_last_bit(train, name):
+    a, b = (train(name, **({"compile": False} if name == COMPILED else {})) for _ in range(2))
+    assert without_times(a).metrics() == without_times(b).metrics() and len(a.lines) > 10
+    assert torch.equal(weights_of(a), weights_of(b))
+    assert torch.equal(a.checkpoint["replay"]["priorities"], b.checkpoint["replay"]["priorities"])
+
+
+@pytest.mark.parametrize("settings", [{}, OTHER], ids=["defaults", "other"])
+@pytest.mark.parametrize("compile", [False, True])
+def test_compiled_twin_computes_the_same(train, settings, compile):
+    """In float64, over a whole run; compiled, as one graph and once."""
+    run = train(in_float64(EAGER), **settings)
+    counters.clear()
+    with torch._inductor.config.patch(fallback_random=True), torch._dynamo.config.patch(error_on_recompile=True):
+        twin = train(in_float64(COMPILED), compile=compile, **settings)
+    assert counters["stats"]["unique_graphs"] == compile and not counters["graph_break"]
+    assert run.checkpoint["num_updates"] > 80 and len({line["losses/td_loss"] for line in run.lines[3:]}) > 10
+    assert_agree(without_times(twin), without_times(run), rel=CLOSE)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_twin_whose_updates_are_replayed_computes_the_same(train, monkeypatch, backend):
+    """By CUDA graphs, which are emulated here: what they freeze does not matter."""
+    run = train(in_float64(EAGER))
+    with monkeypatch.context() as patch:
+        graphs = use_graphs(patch, load(in_float64(COMPILED)), backend)
+        twin = train(in_float64(COMPILED), compile=backend is not None)
+    assert len(graphs) == 1 and graphs[0].counter > graphs[0].warmup + 5
+    assert_agree(without_times(twin), without_times(run), rel=CLOSE)
+
+
+@pytest.mark.parametrize("save_replay", [True, False])
+def test_resumed_run_goes_on(train, save_replay):
+    """With its replay at once, in the next place of it; without it, when the replay is filled again."""
+    run = train(total_timesteps=400, save_replay=save_replay)
+    assert ("replay" in run.checkpoint) == save_replay
+    on = helpers.call(EAGER, resume=str(run.run_dir), device="cpu", total_timesteps=460 if save_replay else 700)
+    assert on.lines[: len(run.lines)] == run.lines
+    steps = on.steps()[-1] - run.steps()[-1]
+    learnt = steps if save_replay else steps - SMALL["learning_starts"]
+    updates = on.checkpoint["num_updates"] - run.checkpoint["num_updates"]
+    assert updates == pytest.approx(learnt * 2 / 16, abs=8)  # a fragment has 32 steps
+    if save_replay:
+        before, after = run.checkpoint["replay"], on.checkpoint["replay"]
+        assert after["num_added"] > before["num_added"] >= 10
+        kept = slice(before["num_added"] % 10 + 2, None)
+        assert torch.equal(before["obs"][kept], after["obs"][kept]) and not torch.equal(before["obs"], after["obs"])
+
+
+def test_frames_are_learnt_from_by_convolutions(train):
+    """A stack of EnvPool's goes through the network as it is; the policy of the checkpoint acts."""
+    settings = {"env_id": "Pong-v5", "envs_per_runner": 2, "total_timesteps": 96, "learning_starts": 30}
+    run = train(**settings, buffer_size=64, log_every=16, dueling=True)
+    assert run.checkpoint["num_updates"] > 4
+    names = run.checkpoint["network"].keys()
+    assert {"features.conv1.weight", "advantage.2.weight", "value.2.weight"} <= names
+    space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    envs = SimpleNamespace(observation_space=space, action_space=gym.spaces.Discrete(6))
+    obs = np.random.default_rng(1).integers(256, size=(3, 4 * 84 * 84), dtype=np.uint8)
+    network = SCRIPT.QNetwork(space, 6, dueling=True)
+    network.load_state_dict(run.checkpoint["network"])
+    features = network.features
+    blocks = SCRIPT.space_to_depth(torch.from_numpy(obs).view(3, 4, 84, 84)).permute(0, 3, 1, 2)
+    x = features.conv1(blocks.float() / 255).relu()
+    x = features.conv3(features.conv2(x).relu()).relu().permute(0, 2, 3, 1).flatten(1)
+    advantage = network.advantage(x)
+    expected = network.value(x) + advantage - advantage.mean(1, keepdim=True)
+    torch.testing.assert_close(network(torch.from_numpy(obs)), expected, rtol=1e-4, atol=1e-5)
+    assert (SCRIPT.load_policy(run.checkpoint, envs)(obs) == expected.argmax(1).numpy()).all()
+
+
+def test_settings_that_cannot_work_are_refused(capfd):
+    def refused(**settings):
+        return helpers.refused(SCRIPT, capfd, **SMALL | settings)
+
+    assert "--n-step 8 must be less than --fragment-steps 8" in refused(n_step=8)
+    assert "--replay-shards is for --num-runners 1 or more" in refused(replay_shards=1)
+    assert "--buffer-size 63 is less than two fragments, of 32 transitions each" in refused(buffer_size=63)
+    assert "this script is for Discrete actions" in refused(env_id="tiny_envs:Reach-v0")
+    assert "--epsilon-base must be at least 0 and at most 1, not 2" in refused(epsilon_base=2.0)
+    with mock.patch.object(SCRIPT, "free_memory", lambda _: 1e4):
+        assert "--buffer-size 320 needs 0.00 GiB" in refused()
+
+
+# Over Ray
+
+
+@on_ray
+def test_a_runner_and_a_shard_that_die_cost_what_they_held(train, capfd):
+    """The run goes on, what was lost is counted, and samples keep their ratio to steps."""
+    log, found = SCRIPT.Run.log, defaultdict(list)
+
+    def first_env(remote):
+        return remote.runner.first_env
+
+    def kill(self, metrics):
+        log(self, metrics)
+        runners, ray = self.envs, self.envs.ray
+        if not found["killed"]:
+            found["killed"] = [runners.actors[0], runners.actors[-1]]
+            for actor in found["killed"]:
+                ray.kill(actor)
+        elif runners.restarts and len(runners.alive) == 2 and not found["first_envs"]:
+            found["first_envs"] = [ray.get(runners.actors[i].__ray_call__.remote(first_env)) for i in (0, 1)]
+
+    settings = {"num_runners": 2, "replay_shards": 2, "log_every": 1000, "total_timesteps": 30_000, "batch_size": 64}
+    with mock.patch.object(SCRIPT.Run, "log", kill):
+        run = train(**settings, learning_starts=1000, buffer_size=20_000, fragment_steps=16, env_id="CartPole-v1")
+    last, error = run.lines[-1], capfd.readouterr().err
+    assert last["global_step"] >= 30_000 and found["first_envs"] == [0, 4]
+    assert last["runners/restarts"] == last["replay/restarts"] == 1 and "runner 0 (process" in error
+    (line,) = [line for line in error.splitlines() if line.startswith("replay shard 0 died: ")]
+    assert 500 < last["replay/lost"] <= 10_000 and f"; {last['replay/lost']:,} transitions are lost; restart 1" in line
+    updates = run.checkpoint["num_updates"]
+    assert updates * 64 == pytest.approx(2 * (last["global_step"] - 1000), rel=0.02)
+    assert "replay" not in run.checkpoint
+
+
+@on_ray
+def test_shards_learn_what_one_process_learns(train):
+    """The same loss at the end, about; with a shard, all transitions go by way of Ray."""
+    losses = []
+    for settings in ({}, {"num_runners": 1, "replay_shards": 1}):
+        run = train(total_timesteps=4000, buffer_size=1600, **settings)
+        losses.append(np.mean([line["losses/td_error"] for line in run.lines[-20:]]))
+        assert run.checkpoint["num_updates"] == pytest.approx((run.steps()[-1] - 100) / 8, rel=0.02)
+    assert losses[1] == pytest.approx(losses[0], rel=0.25)
