@@ -20,6 +20,7 @@ usage: ./run.sh COMMAND [FLAGS]
   inference [FLAGS]     measure how fast each network acts, by each way to run it; --networks, --paths, --batch-sizes
   rollout [FLAGS]       measure how fast environments are sampled, the policy compiled or not; --compile-actor
   env-pools [FLAGS]     measure pools of slow Python environments beside their models; --parts, --sizes, --rounds
+  scaling [FLAGS]       measure slow simulators in lock-step, batched, first-ready, on 1 to 16 simulated nodes; --nodes
   gpu STAGE OUT_DIR     what needs a GPU, without network; STAGE is correctness, speed or more, nine minutes each;
                         --dry-run; PYTHON=... runs it without .venv
   readme                make all tables and figures again from the committed results
@@ -85,6 +86,10 @@ case $command in
     case " $* " in *_ray*) install requirements-ray ;; esac
     ;;
   env-pools | speedrun | time-to-score) install requirements-benchmark ;;
+  scaling)
+    install requirements-benchmark
+    install requirements-ray
+    ;;
   inference | rollout)
     # By default all ways to act are measured, and onnxruntime is one of them
     case " $* " in

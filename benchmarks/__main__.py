@@ -21,6 +21,7 @@ COMMANDS = {
     "readme": "benchmarks.tools.readme",
     "report": "benchmarks.learning.report",
     "rollout": "benchmarks.acting.rollout",
+    "scaling": "benchmarks.pools.scaling",
     "speedrun": "benchmarks.learning.speedrun",
     "stale": "benchmarks.tools.stale",
     "sweep": "benchmarks.learning.sweep",

@@ -39,9 +39,9 @@ import io
 import json
 import math
 import multiprocessing
-import multiprocessing.connection
 import os
 import random
+import select
 import shlex
 import signal
 import socket
@@ -952,10 +952,13 @@ class FirstReady:
     """
 
     def __init__(self, envs: Envs):
-        self.envs, self.pipes, self.waits = envs, dict(enumerate(envs.vector.parent_pipes)), False
+        self.envs, self.pipes, self.waits, self.busy = envs, envs.vector.parent_pipes, False, select.poll()
+        self.env_of = {pipe.fileno(): env for env, pipe in enumerate(self.pipes)}
+        for pipe in self.pipes:
+            self.busy.register(pipe, select.POLLIN)
 
     def begin(self) -> tuple[np.ndarray, np.ndarray]:
-        self.count, self.busy = np.zeros(self.envs.num_envs, dtype=int), {}
+        self.count = np.zeros(self.envs.num_envs, dtype=int)
         return self.count.copy(), np.arange(self.envs.num_envs)
 
     def step(self, place: tuple[np.ndarray, np.ndarray], action: np.ndarray, num_steps: int):
@@ -963,12 +966,11 @@ class FirstReady:
         try:
             for env, row in zip(place[1], action.reshape(-1, *self.envs.action_shape[1:]), strict=True):
                 self.pipes[env].send(("step", row))
-                self.busy[self.pipes[env]] = env
-            ready = np.array(sorted(self.busy.pop(pipe) for pipe in multiprocessing.connection.wait(list(self.busy))))
+            ready = np.array(sorted(self.env_of[number] for number, _ in self.busy.poll()))
             rows, successes = zip(*(self.pipes[env].recv() for env in ready), strict=True)
             if not all(successes):
                 failed = dict(zip(ready, successes, strict=True))
-                self.envs.vector._raise_if_errors([failed.get(env, True) for env in self.pipes])
+                self.envs.vector._raise_if_errors([failed.get(env, True) for env in range(len(self.pipes))])
             _, reward, terminated, truncated, infos = zip(*rows, strict=True)
             obs = self.envs.vector.observations[ready]
             reward, terminated, truncated = np.array(reward, float), np.array(terminated), np.array(truncated)

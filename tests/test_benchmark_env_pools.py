@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from benchmark_helpers import refusal
 
-from benchmarks.pools import env_pools
+from benchmarks.common.results import provenance
+from benchmarks.pools import env_pools, scaling
 from benchmarks.pools import models as pool_models
 
 TIMES = T, TAIL, CHANCE = 0.003, 0.1, 0.05
@@ -71,3 +72,20 @@ def test_measures_and_reports(tmp_path, monkeypatch, capsys):
 def test_bad_input(change, message, tmp_path, capsys):
     options = dataclasses.replace(env_pools.Options(out=tmp_path), **change)
     assert message in refusal(env_pools.check, options, capsys)
+
+
+def test_scaling_is_told_beside_its_model(tmp_path):
+    """From rows as they are measured: times lock-step, share of linear, how many runners one learner could have."""
+    options = scaling.Options(out=tmp_path, nodes=(1, 4))
+    times = scaling.TIMES
+    sizes = [
+        {"name": "first-ready", "nodes": nodes, "steps_per_second": rate, "model": scaling.model(options, nodes),
+         "learner_seconds_per_step": 1e-5, "staleness_max": 1, "late": 0}
+        for nodes, rate in ((1, 400.0), (4, 1200.0))
+    ]  # fmt: skip
+    assert sizes[1]["model"] == pytest.approx(4 * 24 / pool_models.rollouts(*times, 12, 512))
+    node = [{"name": "lock-step, SB3", "steps_per_second": 100.0, "model": 24 / pool_models.lock_step(*times, 24)}]
+    text = scaling.write_summary(options, {"node": node, "sizes": sizes, "provenance": provenance()})
+    assert "| 12.0x | 75% | 1 | 0 |" in text and "it could take 100,000 steps/s, 4.40 MB/s, 16.3 sets" in text
+    assert "those of 666 such runners" in text and "150% of what one learner can take" in text
+    assert {path.name for path in tmp_path.iterdir()} == {"scaling.md", "scaling.png"}

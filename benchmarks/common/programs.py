@@ -86,7 +86,7 @@ def default_variants() -> list[str]:
 def command(script: str, variant: str) -> list[str]:
     """The command line of a variant, or of a peer, of the pair `script`; to be run in the root of the repository."""
     if variant == "rllib":
-        return [str(RLLIB_PYTHON), str(ROOT / "benchmarks" / "throughput" / "peer_rllib.py")]
+        return [str(RLLIB_PYTHON), str(ROOT / "benchmarks" / "throughput" / "peer_rllib.py"), script]
     if variant.removesuffix(AT_DEFAULTS) in PEERS:
         return [sys.executable, "-m", "benchmarks.throughput.peers", variant, script]
     suffix, flags = VARIANTS[variant]

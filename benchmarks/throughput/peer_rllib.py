@@ -1,6 +1,6 @@
-"""Train by RLlib's IMPALA as `impala_ray` does by the same flags: the peer `rllib` of ./run.sh throughput.
+"""Train by RLlib as `impala_ray` or `ppo_ray` does by the same flags: the peer `rllib` of ./run.sh throughput.
 
-    RLLIB_PYTHON benchmarks/throughput/peer_rllib.py [FLAGS]
+    RLLIB_PYTHON benchmarks/throughput/peer_rllib.py {impala_ray,ppo_ray} [FLAGS]
 
 It runs in a virtual environment of its own (requirements/requirements-rllib.txt), so it imports nothing of this
 repository. Networks, fragments, batches and settings are the script's; RLlib steps its environments in the runners'
@@ -10,35 +10,46 @@ processes, as the script does. The run folder gets a log of the same form.
 import argparse
 import json
 import signal
+import sys
 import time
 from pathlib import Path
 
 import ray
 from ray.rllib.algorithms.impala import IMPALAConfig
+from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 
 SETTINGS = {
     "env_id": "CartPole-v1", "seed": 1, "total_timesteps": 1_000_000, "run_dir": "runs/rllib", "num_runners": 2,
-    "envs_per_runner": 16, "fragment_steps": 32, "batch_fragments": 1, "learning_rate": 1e-3, "gamma": 0.99,
-    "ent_coef": 0.01, "vf_coef": 0.5, "max_grad_norm": 0.5,
+    "gamma": 0.99, "ent_coef": 0.01, "vf_coef": 0.5, "max_grad_norm": 0.5,
+}  # fmt: skip
+IMPALA = {"envs_per_runner": 16, "fragment_steps": 32, "batch_fragments": 1, "learning_rate": 1e-3}
+PPO = {
+    "envs_per_runner": 4, "num_steps": 128, "learning_rate": 2.5e-4, "num_minibatches": 8, "update_epochs": 4,
+    "gae_lambda": 0.95, "clip_coef": 0.2,
 }  # fmt: skip
 
 
 def settings() -> argparse.Namespace:
     """The script's flags, of which those are ignored that RLlib has no like of."""
     parser = argparse.ArgumentParser()
-    for name, default in SETTINGS.items():
+    parser.add_argument("script", choices=("impala_ray", "ppo_ray"))
+    own = PPO if "ppo_ray" in sys.argv else IMPALA
+    for name, default in (SETTINGS | own).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     return parser.parse_known_args()[0]
 
 
 def algorithm(args: argparse.Namespace):
-    rows = args.fragment_steps * args.envs_per_runner * args.batch_fragments
-    config = IMPALAConfig().environment(args.env_id).debugging(seed=args.seed, log_level="ERROR")
+    is_ppo = args.script == "ppo_ray"
+    config = (PPOConfig if is_ppo else IMPALAConfig)().environment(args.env_id)
+    config.debugging(seed=args.seed, log_level="ERROR")
+    steps = args.num_steps if is_ppo else args.fragment_steps
+    rows = steps * args.envs_per_runner * (max(1, args.num_runners) if is_ppo else args.batch_fragments)
     config.env_runners(
         num_env_runners=args.num_runners,
         num_envs_per_env_runner=args.envs_per_runner,
-        rollout_fragment_length=args.fragment_steps,
+        rollout_fragment_length=steps,
     )
     config.learners(num_learners=0)  # in the driver, as the script's
     config.training(
@@ -49,6 +60,14 @@ def algorithm(args: argparse.Namespace):
         vf_loss_coeff=args.vf_coef,
         grad_clip=args.max_grad_norm,
     )
+    if is_ppo:
+        config.training(
+            minibatch_size=rows // args.num_minibatches,
+            num_epochs=args.update_epochs,
+            lambda_=args.gae_lambda,
+            clip_param=args.clip_coef,
+            use_kl_loss=False,
+        )
     model = DefaultModelConfig(fcnet_hiddens=[64, 64], fcnet_activation="tanh", vf_share_layers=False)
     config.rl_module(model_config=model)
     config.reporting(min_time_s_per_iteration=1)
@@ -61,7 +80,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
     folder = Path(args.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"script": "impala_ray.py", "peer": "rllib", "args": vars(args), "versions": {"ray": ray.__version__}}
+    config = {"script": f"{args.script}.py", "peer": "rllib", "args": vars(args), "versions": {"ray": ray.__version__}}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     ray.init(address="local", num_cpus=args.num_runners + 2, include_dashboard=False, log_to_driver=False)
     algo, start, written = algorithm(args), time.perf_counter(), (0, 0.0)

@@ -1,0 +1,215 @@
+"""What slow simulators gain by not waiting, on one node and over the machines of a cluster: ./run.sh scaling.
+
+Environments sleep, so that the processors have little to do: a step takes 30 ms and, once in a hundred, a second more.
+Ray simulates the machines on this one (`ray.cluster_utils.Cluster`).
+
+Measures: environment steps/s beside the formula for whoever takes no time of its own. On one node: lock-step as in
+Gymnasium and Stable-Baselines3, then `ppo_ray` with batched rollouts, runners x environments stepped in turn, and
+first-ready. Then --script, first-ready, over --nodes, and how much one learner could take.
+Takes: at the defaults about a quarter of an hour, most of it for runners to start and for long rollouts.
+Leaves: in --out scaling.json, scaling.md and scaling.png.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from benchmarks.common import plots, runs
+from benchmarks.common.programs import ROOT, SCRIPTS, check_positive, fail
+from benchmarks.common.results import describe, make_folder, provenance, table, write_json
+from benchmarks.pools import env_pools, models
+from benchmarks.pools import peers as pool_peers
+from benchmarks.pools.sleeping import Sleeping
+
+TIMES = STEP, TAIL, CHANCE = 0.03, 1.0, 0.01  # seconds, seconds, probability
+SHORT = 128  # steps of a rollout whose end all environments of the node wait for
+ROW_BYTES = 4 * 4 + 8 + 5 * 4  # of a fragment: observation, action, five numbers
+TALK = "24x: 4x by batched rollouts on one node, then 6x by 16 times the processors"
+
+
+@dataclass
+class Options:
+    script: Literal["ppo_ray", "impala_ray"] = "ppo_ray"  # what runs over the nodes
+    nodes: tuple[int, ...] = (1, 2, 4, 8, 16)  # sizes of the cluster, from 1 on
+    runners: int = 2  # on each node
+    envs: int = 12  # of each runner
+    steps: int = 512  # of an environment in a fragment, at whose end a runner waits for its slowest; IMPALA: 16
+    seconds: float = 60.0  # that are measured at least, after all runners are up
+    pools: bool = True  # measure what one node can do otherwise, too
+    out: Path = Path("runs/scaling")  # folder of the results
+
+
+def speed(lines: list[dict], runners: int, seconds: float) -> tuple[float, float]:
+    """(environment steps/s, seconds) from the first line of the log with all runners up."""
+    up = [line for line in lines if line.get("runners/alive") == runners]
+    if len(up) < 2 or up[-1]["seconds"] - up[0]["seconds"] < seconds:
+        return 0.0, 0.0
+    length = up[-1]["seconds"] - up[0]["seconds"]
+    return (up[-1]["global_step"] - up[0]["global_step"]) / length, length
+
+
+def train(script: str, seconds: float, **settings) -> tuple[float, list[dict]]:
+    """(environment steps/s, the log) of a run over sleeping environments."""
+    settings |= {
+        "env-id": "benchmarks.pools.sleeping:Sleeping-v0", "total-timesteps": 10**9, "device": "cpu",
+        "env-kwargs": json.dumps({"step": STEP, "tail": TAIL, "chance": CHANCE}), "env-backend": "gymnasium",
+    }  # fmt: skip
+    flags = [word for name, value in settings.items() for word in (f"--{name}", str(value)) if word != ""]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(SCRIPTS / f"{script}.py"), *flags, "--no-tensorboard"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+        run = subprocess.Popen([*command, "--run-dir", f"{folder}/run"], env=environment)
+        log, result, lines = Path(folder, "run", "metrics.jsonl"), 0.0, []
+        while run.poll() is None and not result:
+            time.sleep(1)
+            lines, _ = runs.read_lines(log) if log.exists() else ([], 0)
+            result, _ = speed(lines, max(1, settings["num-runners"]), seconds)
+        run.terminate()
+        run.wait()
+    if not result:
+        fail(f"{script} ended by itself, as it says above")
+    return result, lines
+
+
+def measure_node(options: Options) -> list[dict]:
+    """A row for each way to step the environments of one node."""
+    num_envs, make, rows = options.runners * options.envs, partial(Sleeping, *TIMES), []
+    waiting = num_envs / models.lock_step(*TIMES, num_envs)
+    pools = {"gymnasium": ("lock-step, Gymnasium", pool_peers.gymnasium_async)}
+    pools |= {"stable_baselines3": ("lock-step, SB3", pool_peers.sb3)}
+    for package, (name, start) in pools.items():
+        if pool_peers.installed(package):
+            pool = start(make, num_envs)
+            env_pools.seconds_per_step(pool, 2.0)  # until all of its workers are up
+            rate = num_envs / env_pools.seconds_per_step(pool, options.seconds / 4)
+            pool.close()
+            rows.append({"name": name, "steps_per_second": rate, "model": waiting})
+    workers = num_envs // 3
+    flags = {"num-steps": SHORT, "update-epochs": 1}
+    in_driver = {"num-runners": 0, "envs-per-runner": num_envs, "async-envs": ""}
+    rate, _ = train("ppo_ray", options.seconds, **flags, **in_driver)
+    own = num_envs / models.rollouts(*TIMES, num_envs, SHORT)
+    rows.append({"name": "batched rollouts", "steps_per_second": rate, "model": own})
+    rate, _ = train("ppo_ray", options.seconds, **flags, **{"num-runners": workers, "envs-per-runner": 3})
+    rows.append({"name": f"batched, {workers} runners x 3 in turn", "steps_per_second": rate,
+                 "model": workers / models.rollouts(*TIMES, workers, 3 * SHORT)})  # fmt: skip
+    return rows
+
+
+def model(options: Options, nodes: int) -> float:
+    """Environment steps/s of runners that wait for their slowest environment, and for no other runner."""
+    num_envs = options.envs
+    own = models.rollouts(*TIMES, num_envs, options.steps if options.script == "ppo_ray" else 1)
+    return nodes * options.runners * num_envs / own
+
+
+def measure_cluster(options: Options, nodes: int) -> dict:
+    """A row for a size of the cluster; and what one learner spends on a row and on a fragment."""
+    from ray.cluster_utils import Cluster
+
+    os.environ |= {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+    node = {"num_cpus": options.runners, "object_store_memory": 100_000_000}
+    cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
+    for _ in range(nodes - 1):
+        cluster.add_node(**node)
+    cluster.wait_for_nodes()
+    runners = nodes * options.runners
+    own = {"num-steps": options.steps, "rollout": "first-ready", "update-epochs": 1}
+    own = own if options.script == "ppo_ray" else {"fragment-steps": 16, "log-every": 200}
+    settings = {"num-runners": runners, "envs-per-runner": options.envs, "async-envs": ""}
+    settings["ray-address"] = cluster.address
+    try:
+        rate, lines = train(options.script, options.seconds, **own, **settings)
+    finally:
+        cluster.shutdown()
+    last, before = lines[-1], lines[-2]
+    # The shares are of the time of all processes: that of the runners and the learner's
+    total = (runners + 1) * (last["seconds"] - before["seconds"]) / 100
+    spent = total * (last["time/learning"] + last["time/weights"])
+    rows = max(1, last["global_step"] - before["global_step"])
+    return {
+        "name": f"first-ready, {nodes} node{'s' * (nodes > 1)}", "nodes": nodes, "steps_per_second": rate,
+        "environments": runners * options.envs, "model": model(options, nodes),
+        "learner_seconds_per_step": spent / rows,
+        "staleness_max": max(line["runners/staleness_max"] for line in lines), "late": last.get("runners/late", 0),
+    }  # fmt: skip
+
+
+def extrapolate(options: Options, largest: dict, runners: int = 1000) -> str:
+    """What one learner could take, and what a thousand runners would bring it."""
+    most = 1 / largest["learner_seconds_per_step"]
+    each = largest["steps_per_second"] / largest["nodes"] / options.runners
+    fragment = options.envs * (options.steps if options.script == "ppo_ray" else 16)
+
+    def rates(steps: float) -> str:
+        return f"{steps:,.0f} steps/s, {steps * ROW_BYTES / 1e6:,.2f} MB/s, {steps / fragment:,.1f} sets of weights/s"
+
+    nodes, cost = largest["nodes"], largest["learner_seconds_per_step"] * 1e6
+    return (
+        f"With {nodes} nodes, one learner took {cost:.2f} us a step, so it could take {rates(most)}: those of "
+        f"{math.floor(most / each):,} such runners. {runners:,} runners would bring {rates(runners * each)}, "
+        f"{runners * each / most:.0%} of what one learner can take. Assumed: runners as fast as with {nodes} nodes, "
+        f"rows of {ROW_BYTES} bytes, one pass over each batch; more passes cost so many times more. Beyond that, "
+        "several learners (`--num-learners`) share the rows."
+    )
+
+
+def write_summary(options: Options, result: dict) -> str:
+    one, sizes = result["node"], result["sizes"]
+    base = max((x["steps_per_second"] for x in one if x["name"].startswith("lock-step")), default=None)
+    rows, first = [], sizes[0]["steps_per_second"] / sizes[0]["nodes"]
+    for x in (*one, *sizes):
+        rate = x["steps_per_second"]
+        cells = [x["name"], f"{rate:,.0f}", f"{x['model']:,.0f}", f"{rate / x['model']:.0%}"]
+        cells += [f"{rate / base:.1f}x" if base else "-", f"{rate / first / x['nodes']:.0%}" if "nodes" in x else "-"]
+        rows.append([*cells, x.get("staleness_max", "-"), x.get("late", "-")])
+    header = [
+        "how",
+        "steps/s",
+        "model, steps/s",
+        "of the model",
+        "of lock-step",
+        "of linear",
+        "staleness, most",
+        "late",
+    ]
+    with plots.figure(options.out / "scaling.png", columns=2, size=(6.4, 3.4)) as axes:
+        for axis, part, title in zip(axes[0], (one + sizes[:1], sizes), ("one node", "nodes"), strict=True):
+            places = range(len(part))
+            axis.barh(places, [x["steps_per_second"] for x in part], height=0.6, label="measured")
+            axis.plot([x["model"] for x in part], places, "k|", markersize=14, label="model")
+            axis.set_yticks(places, [x["name"] for x in part])
+            axis.invert_yaxis()
+            plots.describe_axis(axis, f"sleeping simulators, {title}", "environment steps/s", "")
+            axis.legend()
+    lines = ["# Slow simulators, on one node and on many", "", "![steps per second](scaling.png)", ""]
+    told = [f"The talk's figures: {TALK}.", "", extrapolate(options, sizes[-1])]
+    text = "\n".join([*lines, *table(header, rows), "", *told, "", f"Measured {describe(result['provenance'])}", ""])
+    (options.out / "scaling.md").write_text(text)
+    return text
+
+
+def main(options: Options) -> None:
+    check_positive(options, "runners", "envs", "steps", "seconds")
+    if not pool_peers.installed("ray"):
+        fail("ray is not installed: pip install -r requirements/requirements-ray.txt")
+    make_folder(options.out)
+    result = {"node": measure_node(options) if options.pools else [], "sizes": [], "provenance": provenance()}
+    for nodes in options.nodes:
+        result["sizes"].append(measure_cluster(options, nodes))
+        write_json(options.out / "scaling.json", result)
+    print(write_summary(options, result))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
