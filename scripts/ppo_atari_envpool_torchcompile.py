@@ -98,7 +98,7 @@ class Args:
     max_grad_norm: float = 0.5  # the gradient is scaled down to this norm
     target_kl: float | None = None  # no more epochs on a rollout once their mean approx_kl is more
     matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"  # of float32; auto: TF32 on CUDA only
-    bf16: bool = False  # compute the network in bfloat16, but for its last layers; weights and loss stay in float32
+    bf16: bool = False  # compute hidden layers in bfloat16; weights, last layers and loss stay in float32
 
     # compile: two switches, to see what each of the two steps gives
     compile: bool = True  # fuse the operations of a minibatch's update, from gather to Adam, into a few kernels

@@ -94,6 +94,7 @@ class Args:
     policy_noise: float = 0.2  # std of the noise on target actions (target policy smoothing), in the same unit
     noise_clip: float = 0.5  # the noise on target actions is clipped to +- this, in the same unit
     matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"  # of float32; auto: TF32 on CUDA only
+    bf16: bool = False  # compute hidden layers in bfloat16; weights, last layers and loss stay in float32
 
 
 METRICS = (
@@ -104,17 +105,25 @@ METRICS = (
 LIMITS = {"seed": (0, 2**63 - 1), "learning_starts": (0, math.inf), "gamma": (0, 1), "tau": (0, 1)}
 
 
+class RoundedLinear(nn.Linear):
+    """A linear layer whose product is computed in bfloat16: (B, I) -> (B, O), both float32, as its weights are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.bfloat16(), self.weight.bfloat16(), self.bias.bfloat16()).to(x.dtype)
+
+
 class Actor(nn.Module):
     """Deterministic policy: observation (B, O) -> action (B, A) within bounds, which may differ by dimension."""
 
-    def __init__(self, obs_dim: int, action_space: gym.spaces.Box):
+    def __init__(self, obs_dim: int, action_space: gym.spaces.Box, bf16: bool = False):
         super().__init__()
         low, high = (torch.tensor(x.reshape(-1), dtype=torch.float32) for x in (action_space.low, action_space.high))
         self.register_buffer("center", (high + low) / 2)
         self.register_buffer("scale", (high - low) / 2)
+        hidden = RoundedLinear if bf16 else nn.Linear
         self.net = nn.Sequential(
             nn.Linear(obs_dim, 256), nn.ReLU(inplace=True),
-            nn.Linear(256, 256), nn.ReLU(inplace=True),
+            hidden(256, 256), nn.ReLU(inplace=True),
             nn.Linear(256, len(low)),
         )  # fmt: skip
 
@@ -131,11 +140,12 @@ class Actor(nn.Module):
 class Critic(nn.Module):
     """Action value: observation (B, O), action (B, A) -> Q (B,)."""
 
-    def __init__(self, obs_dim: int, action_dim: int):
+    def __init__(self, obs_dim: int, action_dim: int, bf16: bool = False):
         super().__init__()
+        hidden = RoundedLinear if bf16 else nn.Linear
         self.net = nn.Sequential(
             nn.Linear(obs_dim + action_dim, 256), nn.ReLU(inplace=True),
-            nn.Linear(256, 256), nn.ReLU(inplace=True),
+            hidden(256, 256), nn.ReLU(inplace=True),
             nn.Linear(256, 1),
         )  # fmt: skip
 
@@ -157,8 +167,8 @@ def train(args: Args) -> Path:
     envs = Envs(args, run.env_seeds(args.num_envs))
     low, high = bounded_actions(envs.action_space)
     action_dim = len(low)
-    actor = Actor(envs.obs_dim, envs.action_space).to(device)
-    critics = nn.ModuleList([Critic(envs.obs_dim, action_dim), Critic(envs.obs_dim, action_dim)]).to(device)
+    actor = Actor(envs.obs_dim, envs.action_space, args.bf16).to(device)
+    critics = nn.ModuleList(Critic(envs.obs_dim, action_dim, args.bf16) for _ in range(2)).to(device)
 
     def q_values(critics, obs: Tensor, action: Tensor) -> Tensor:
         """The value according to each critic: observation (B, O), action (B, A) -> (2, B)."""
