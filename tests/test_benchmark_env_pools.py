@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from benchmark_helpers import refusal
 
-from benchmarks.common.results import provenance
+from benchmarks.common.results import provenance, write_json
 from benchmarks.pools import env_pools, scaling
 from benchmarks.pools import models as pool_models
 
@@ -85,7 +85,10 @@ def test_scaling_is_told_beside_its_model(tmp_path):
     ]  # fmt: skip
     assert sizes[1]["model"] == pytest.approx(4 * 24 / pool_models.rollouts(*times, 12, 512))
     node = [{"name": "lock-step, SB3", "steps_per_second": 100.0, "model": 24 / pool_models.lock_step(*times, 24)}]
-    text = scaling.write_summary(options, {"node": node, "sizes": sizes, "provenance": provenance()})
+    settings = {"script": "ppo_ray", "runners": 2, "envs": 12, "steps": 512}
+    result = {"settings": settings, "node": node, "sizes": sizes, "provenance": provenance()}
+    write_json(tmp_path / "scaling.json", result)
+    text = scaling.write_summary(tmp_path)
     assert "| 12.0x | 75% | 1 | 0 |" in text and "it could take 100,000 steps/s, 4.40 MB/s, 16.3 sets" in text
     assert "those of 666 such runners" in text and "150% of what one learner can take" in text
-    assert {path.name for path in tmp_path.iterdir()} == {"scaling.md", "scaling.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"scaling.json", "scaling.md", "scaling.png"}

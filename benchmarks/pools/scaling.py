@@ -145,11 +145,11 @@ def measure_cluster(options: Options, nodes: int) -> dict:
     }  # fmt: skip
 
 
-def extrapolate(options: Options, largest: dict, runners: int = 1000) -> str:
+def extrapolate(settings: dict, largest: dict, runners: int = 1000) -> str:
     """What one learner could take, and what a thousand runners would bring it."""
     most = 1 / largest["learner_seconds_per_step"]
-    each = largest["steps_per_second"] / largest["nodes"] / options.runners
-    fragment = options.envs * (options.steps if options.script == "ppo_ray" else 16)
+    each = largest["steps_per_second"] / largest["nodes"] / settings["runners"]
+    fragment = settings["envs"] * (settings["steps"] if settings["script"] == "ppo_ray" else 16)
 
     def rates(steps: float) -> str:
         return f"{steps:,.0f} steps/s, {steps * ROW_BYTES / 1e6:,.2f} MB/s, {steps / fragment:,.1f} sets of weights/s"
@@ -164,7 +164,8 @@ def extrapolate(options: Options, largest: dict, runners: int = 1000) -> str:
     )
 
 
-def write_summary(options: Options, result: dict) -> str:
+def results_table(result: dict) -> list[str]:
+    """Lines of Markdown: a row for each way to step the environments of one node, and for each number of nodes."""
     one, sizes = result["node"], result["sizes"]
     base = max((x["steps_per_second"] for x in one if x["name"].startswith("lock-step")), default=None)
     rows, first = [], sizes[0]["steps_per_second"] / sizes[0]["nodes"]
@@ -183,7 +184,14 @@ def write_summary(options: Options, result: dict) -> str:
         "staleness, most",
         "late",
     ]
-    with plots.figure(options.out / "scaling.png", columns=2, size=(6.4, 3.4)) as axes:
+    return table(header, rows)
+
+
+def write_summary(out: Path) -> str:
+    """Make `scaling.md` and `scaling.png` of the result in a folder; returns the Markdown."""
+    result = json.loads((out / "scaling.json").read_text())
+    one, sizes = result["node"], result["sizes"]
+    with plots.figure(out / "scaling.png", columns=2, size=(6.4, 3.4)) as axes:
         for axis, part, title in zip(axes[0], (one + sizes[:1], sizes), ("one node", "nodes"), strict=True):
             places = range(len(part))
             axis.barh(places, [x["steps_per_second"] for x in part], height=0.6, label="measured")
@@ -193,9 +201,9 @@ def write_summary(options: Options, result: dict) -> str:
             plots.describe_axis(axis, f"sleeping simulators, {title}", "environment steps/s", "")
             axis.legend()
     lines = ["# Slow simulators, on one node and on many", "", "![steps per second](scaling.png)", ""]
-    told = [f"The talk's figures: {TALK}.", "", extrapolate(options, sizes[-1])]
-    text = "\n".join([*lines, *table(header, rows), "", *told, "", f"Measured {describe(result['provenance'])}", ""])
-    (options.out / "scaling.md").write_text(text)
+    told = [f"The talk's figures: {TALK}.", "", extrapolate(result["settings"], sizes[-1])]
+    text = "\n".join([*lines, *results_table(result), "", *told, "", f"Measured {describe(result['provenance'])}", ""])
+    (out / "scaling.md").write_text(text)
     return text
 
 
@@ -204,11 +212,13 @@ def main(options: Options) -> None:
     if not pool_peers.installed("ray"):
         fail("ray is not installed: pip install -r requirements/requirements-ray.txt")
     make_folder(options.out)
-    result = {"node": measure_node(options) if options.pools else [], "sizes": [], "provenance": provenance()}
+    settings = {name: getattr(options, name) for name in ("script", "runners", "envs", "steps")}
+    result = {"settings": settings, "node": measure_node(options) if options.pools else [], "sizes": []}
+    result |= {"provenance": provenance()}
     for nodes in options.nodes:
         result["sizes"].append(measure_cluster(options, nodes))
         write_json(options.out / "scaling.json", result)
-    print(write_summary(options, result))
+    print(write_summary(options.out))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from benchmarks.common import plots
 from benchmarks.common.programs import ROOT, fail
 from benchmarks.common.results import describe, estimate, machine_of, table
 from benchmarks.learning import report, speedrun, time_to_score
-from benchmarks.pools import env_pools
+from benchmarks.pools import env_pools, scaling
 from benchmarks.pools.env_pools import milliseconds, named
 from benchmarks.throughput import ladder, throughput
 
@@ -253,6 +253,19 @@ def pool_section() -> list[str]:
     return [*lines, *sources([sleeping, overhead]), ""]
 
 
+def scaling_section() -> list[str]:
+    """The table of slow simulators over machines."""
+    (result,) = load("scaling/scaling.json")
+    lines = [
+        "24 environments a node that sleep 30 ms a step and 1 s more in 1% of them, by `ppo_ray` over nodes that Ray"
+    ]
+    lines += [
+        "simulates; the model is of whoever takes no time of its own. Lock-step was measured for 11 s, in which luck"
+    ]
+    lines += ["makes a third: [figure, and what one learner can take](benchmarks/results/scaling/scaling.md)."]
+    return [*scaling.results_table(result), "", *lines, *sources([result]), ""]
+
+
 def render(text: str) -> str:
     """The text of RESULTS.md with its tables made anew."""
     before, _, rest = text.partition(BEGIN)
@@ -266,13 +279,13 @@ def render(text: str) -> str:
         *inference_section(),
         *rollout_section(),
     ]
-    return "\n".join([before + BEGIN, "", *sections, *pool_section(), END + after])
+    return "\n".join([before + BEGIN, "", *sections, *pool_section(), *scaling_section(), END + after])
 
 
 def write_summaries(results: Path) -> None:
     """Write the Markdown and the figures below a folder of results."""
     rooms = {"throughput": throughput, "inference": inference, "rollout": rollout, "env_pools": env_pools}
-    rooms |= {"time_to_score": time_to_score, "speedrun": speedrun, "ladder": ladder}
+    rooms |= {"time_to_score": time_to_score, "speedrun": speedrun, "ladder": ladder, "scaling": scaling}
     for name, room in rooms.items():
         room.write_summary(results / name)
     for folder in sorted({path.parent for path in results.glob("throughput/*/*.json")}):  # of other machines
