@@ -27,8 +27,9 @@ BEGIN, END = "<!-- results: made by benchmarks/tools/readme.py -->", "<!-- end o
 
 
 def load(pattern: str) -> list[dict]:
-    """The JSON files of a pattern below the results, in the order of their names."""
-    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(pattern))]
+    """The JSON files of a pattern below the results, in the order of their names; those of other machines come last."""
+    paths = sorted(RESULTS.glob(pattern), key=lambda path: (len(path.parts), path))
+    return [json.loads(path.read_text()) for path in paths]
 
 
 def sources(results: list[dict]) -> list[str]:
@@ -44,32 +45,33 @@ def compiled_of(names) -> str:
 
 
 def speed_row(result: dict) -> list[str]:
-    """Cells of one script: steps/s of SB3, SBX, eager, compiled; ratios, time to the first update, share of ceiling."""
-    contestants = result["contestants"]
+    """Cells of one script: steps/s of peers, eager, compiled; ratios, time to the first update, share of ceiling."""
+    contestants, peers = result["contestants"], throughput.peer_columns(result)
     ratios = {(x["of"], x["to"]): estimate(x["ratio"], x["interval"], ".1f") for x in result["ratios"]}
     known = {name: x["steps_per_second"] for name, x in contestants.items() if "steps_per_second" in x}
     compiled = compiled_of(contestants)
-    speeds = [f"{known[name]:,.0f}" if name in known else "-" for name in ("sb3", "sbx", "eager", compiled)]
+    speeds = [f"{known[name]:,.0f}" if name in known else "-" for name in (*peers, "eager", compiled)]
     starts = [contestants.get(compiled, {}).get(f"{cache}_seconds") for cache in ("cold", "warm")]
     alone = result.get("ceilings", {}).get("env_only_steps_per_second")
     return [
         f"`{result['script']}`, {result['env_id']}" + f" `{result['flags']}`" * bool(result["flags"]),
         *speeds,
-        *(ratios.get(pair, "-") for pair in (("eager", "sb3"), (compiled, "sb3"), (compiled, "eager"))),
+        *(ratios.get(pair, "-") for pair in (("eager", peers[0]), (compiled, peers[0]), (compiled, "eager"))),
         " / ".join("-" if x is None else f"{x:.0f}" for x in starts),
         f"{known[compiled] / alone:.0%} of {alone:,.0f}" if alone and compiled in known else "-",
     ]
 
 
 def speed_section() -> list[str]:
-    """The tables of speeds, one for each machine."""
-    machines = {}
+    """The tables of speeds, one for each machine and, on it, for each kind of peers."""
+    kinds = {}
     for result in load("throughput/**/*.json"):
-        machines.setdefault(machine_of(result["provenance"]), []).append(result)
+        kinds.setdefault((machine_of(result["provenance"]), throughput.peer_columns(result)), []).append(result)
     lines = []
-    for machine, results in machines.items():
-        header = [f"steady environment steps/s, {machine}", "SB3", "SBX", "eager", "compiled", "eager / SB3 [95 %]"]
-        header += ["compiled / SB3 [95 %]", "compiled / eager [95 %]", "first update, cold / warm (s)"]
+    for (machine, peers), results in kinds.items():
+        names = [throughput.PEER_NAMES[peer] for peer in peers]
+        header = [f"steady environment steps/s, {machine}", *names, "eager", "compiled", f"eager / {names[0]} [95 %]"]
+        header += [f"compiled / {names[0]} [95 %]", "compiled / eager [95 %]", "first update, cold / warm (s)"]
         header += ["compiled, of the environment alone"]
         lines += [*table(header, [speed_row(result) for result in results]), ""]
     lines += ["All contestants in interleaved rounds of fresh processes, with the same hyperparameters, networks,"]
@@ -78,8 +80,9 @@ def speed_section() -> list[str]:
     ]
     lines += ["beside `--bf16` the peers stay in float32, as they have no such flag."]
     lines += ["[Everything that was measured](benchmarks/results/throughput/throughput.md), with peak memory, the time"]
-    lines += ["of each part and LeanRL's published figures. The environment alone takes random actions, and no pause."]
-    return [*lines, *sources([result for results in machines.values() for result in results]), ""]
+    lines += ["of each part and LeanRL's published figures; of other CPUs in folders beside it. The environment alone"]
+    lines += ["takes random actions, and no pause."]
+    return [*lines, *sources([result for results in kinds.values() for result in results]), ""]
 
 
 def score_section() -> list[str]:
