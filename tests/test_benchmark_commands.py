@@ -119,4 +119,4 @@ def test_a_pair_is_shown_hunk_by_hunk(capsys):
     assert "+    compile: bool = True" in "\n".join(added)
     assert "── train, line " in done.stdout
     assert "\033[32m+    compile: bool = True" in diff.render("ppo", is_coloured=True)
-    assert benchmark_here(capsys, "diff", "sarsa").stderr.startswith("error: no pair sarsa; there are dqn")
+    assert benchmark_here(capsys, "diff", "sarsa").stderr.startswith("error: no pair sarsa; there are a3c_ray")

@@ -66,7 +66,7 @@ def test_a_contestant_that_fails_is_shown_and_the_others_count(tmp_path, capsys)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scripts": ("sarsa",)}, "no script sarsa; there are dqn"),
+        ({"scripts": ("sarsa",)}, "no script sarsa; there are a3c_ray"),
         ({"rounds": 0}, "--rounds"),
         ({"out": Path("/dev/null/x")}, "can't write"),
     ],
