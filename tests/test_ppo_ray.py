@@ -305,7 +305,8 @@ def test_first_ready_learns_from_what_is_at_most_one_update_old(train):
     settings = {"num_runners": 2, "envs_per_runner": 8, "num_steps": 64, "rollout": "first-ready"}
     run = train(env_id="CartPole-v1", **settings, total_timesteps=60_000, num_minibatches=8, anneal_lr=False)
     assert max(line["runners/staleness_max"] for line in run.lines) == 1
-    assert np.mean([line["charts/episodic_return"] for line in run.lines[-5:]]) > 80
+    returns = [line["charts/episodic_return"] for line in run.lines if "charts/episodic_return" in line]
+    assert np.mean(returns[-5:]) > 80
     assert run.lines[-1]["runners/alive"] == 2
 
 
