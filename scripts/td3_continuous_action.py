@@ -616,8 +616,8 @@ def bounded_actions(space: gym.Space) -> tuple[np.ndarray, np.ndarray]:
 def set_matmul_precision(precision: str, device: torch.device) -> None:
     """Set how float32 matrices are multiplied; `auto`: by TF32 on CUDA, on a CPU the fastest way that is as exact.
 
-    On CPUs of other makers than Intel, oneDNN (`medium`) is twice as fast as MKL, and as exact if it does not round to
-    bfloat16. That is measured, not clocked, so that a machine decides the same each time.
+    On CPUs of other makers than Intel, oneDNN (`medium`) is up to twice as fast as MKL, and as exact if it does not
+    round to bfloat16. That is measured, not clocked, so that a machine decides the same each time.
     """
     if precision == "auto" and device.type == "cuda":
         precision = "high"

@@ -21,12 +21,14 @@ from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 
 SETTINGS = {
     "env_id": "CartPole-v1", "seed": 1, "total_timesteps": 1_000_000, "run_dir": "runs/rllib", "num_runners": 2,
-    "gamma": 0.99, "ent_coef": 0.01, "vf_coef": 0.5, "max_grad_norm": 0.5,
+    "gamma": 0.99, "vf_coef": 0.5, "max_grad_norm": 0.5,
 }  # fmt: skip
-IMPALA = {"envs_per_runner": 16, "fragment_steps": 32, "batch_fragments": 1, "learning_rate": 1e-3}
+IMPALA = {
+    "envs_per_runner": 16, "fragment_steps": 32, "batch_fragments": 1, "learning_rate": 1e-3, "ent_coef": 0.001,
+}  # fmt: skip
 PPO = {
     "envs_per_runner": 4, "num_steps": 128, "learning_rate": 2.5e-4, "num_minibatches": 8, "update_epochs": 4,
-    "gae_lambda": 0.95, "clip_coef": 0.2,
+    "gae_lambda": 0.95, "clip_coef": 0.2, "ent_coef": 0.01,
 }  # fmt: skip
 
 

@@ -123,12 +123,16 @@ DIFFERENCES = {
         "ppo": "no clipping of the value loss, and an optimizer for each network, with a gradient norm of its own",
         "sac": "a step of the actor with each step of the critics, where the script takes two after every second one",
     },
+    "rllib": {
+        "impala_ray": "PyTorch's Adam with its own epsilon, and a learning rate that stays; always one update for each batch",
+        "ppo_ray": "PyTorch's Adam with its own epsilon, and a learning rate that stays",
+    },
 }
 
 
 def differences(script: str, names: list[str]) -> dict[str, str]:
     """What is not as in a script, by peer, of those among the names."""
-    algorithm = TABLE[script].peers if script in TABLE else None
+    algorithm = TABLE[script].peers or script if script in TABLE else None
     return {name: DIFFERENCES[name][algorithm] for name in names if algorithm in DIFFERENCES.get(name, {})}
 
 

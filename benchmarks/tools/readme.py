@@ -260,12 +260,10 @@ def scaling_section() -> list[str]:
     """The table of slow simulators over machines."""
     (result,) = load("scaling/scaling.json")
     lines = [
-        "24 environments a node that sleep 30 ms a step and 1 s more in 1% of them, by `ppo_ray` over nodes that Ray"
+        "24 environments a node, which sleep 30 ms a step and 1 s more in 1% of them; nodes that Ray simulates. The"
     ]
-    lines += [
-        "simulates; the model is of whoever takes no time of its own. Lock-step was measured for 11 s, in which luck"
-    ]
-    lines += ["makes a third: [figure, and what one learner can take](benchmarks/results/scaling/scaling.md)."]
+    lines += ["model is of whoever takes no time of its own. [What one learner could"]
+    lines += ["take](benchmarks/results/scaling/scaling.md)."]
     return [*scaling.results_table(result), "", *lines, *sources([result]), ""]
 
 
