@@ -124,7 +124,7 @@ DIFFERENCES = {
         "sac": "a step of the actor with each step of the critics, where the script takes two after every second one",
     },
     "rllib": {
-        "impala_ray": "PyTorch's Adam with its own epsilon, and a learning rate that stays; always one update for each batch",
+        "impala_ray": "PyTorch's Adam with its own epsilon, a learning rate that stays, always one update a batch",
         "ppo_ray": "PyTorch's Adam with its own epsilon, and a learning rate that stays",
     },
 }
