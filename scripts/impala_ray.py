@@ -75,6 +75,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to go on with, by its own settings, from its checkpoint
+    override: tuple[str, ...] = ()  # with --resume: CHANGEABLE settings that change, as learning_rate=1e-4
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 10_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
@@ -125,6 +126,7 @@ class Args:
 METRICS = "losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/approx_kl", "losses/rho"
 # The least and the greatest value of a setting; of others, integers are 1 or more, floats 0 or more
 LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "num_runners": (0, math.inf), "runner_restarts": (0, math.inf)}
+CHANGEABLE = "learning_rate", "gamma", "ent_coef", "vf_coef", "max_grad_norm", "batch_updates", "num_runners"
 
 
 def mlp(inputs: int, outputs: int, output_gain: float) -> nn.Sequential:
@@ -436,6 +438,7 @@ class Adam(nn.Module):
         self.sizes = [w.numel() for w in self.weights]
         zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
         self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate))
+        self.register_buffer("first_learning_rate", self.learning_rate.clone())
         self.register_buffer("steps", torch.zeros_like(zeros[0]))
         self.register_buffer("beta_powers", torch.ones(2, device=zeros.device))  # each beta to the power of `steps`
         self.register_buffer("beta_factors", zeros.new_tensor(betas), persistent=False)
@@ -446,6 +449,14 @@ class Adam(nn.Module):
         parts = zip(self.weights, self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes), strict=True)
         views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
         self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
+
+    def load_state_dict(self, state: dict) -> None:
+        """What a checkpoint holds, but for a learning rate that --override has changed: that counts from here on."""
+        new = self.first_learning_rate.clone()
+        super().load_state_dict(state)
+        if new != self.first_learning_rate:
+            self.first_learning_rate.copy_(new)
+            self.learning_rate.copy_(new)
 
     @torch.no_grad()
     def step(self, gradients: tuple[Tensor, ...]) -> None:
@@ -1167,6 +1178,8 @@ def typed_flags() -> list[str]:
 def load_checkpoint(args: Args) -> tuple[Args, dict]:
     """The settings and the checkpoint of the run to resume; without --resume the settings as they are, and nothing."""
     if args.resume is None:
+        if args.override:
+            fail("--override changes settings of a run that goes on; it needs --resume RUN")
         return args, {}
     try:
         # Mapped, not read: a replay buffer goes from the file straight to its place
@@ -1179,13 +1192,30 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     typed = {word.partition("=")[0].lstrip("-").replace("-", "_").removeprefix("no_") for word in sys.argv[1:]}
     defaults = {field.name: field.default for field in fields(Args)}
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
+    of_the_machine = ("resume", "override", "device", "ray_address", "checkpoint_every")
     for name, value in given.items():
-        may_change = name in ("resume", "device") or (name == "total_timesteps" and value > saved.total_timesteps)
+        may_change = name in of_the_machine or (name == "total_timesteps" and value > saved.total_timesteps)
         if value != getattr(saved, name) and not may_change:
-            fail(f"--{name.replace('_', '-')}: a resumed run keeps its settings, but for a longer --total-timesteps")
+            flag, hint = f"--{name.replace('_', '-')}", f"; --override {name}={value}" * (name in CHANGEABLE)
+            fail(f"{flag}: a resumed run keeps its settings, but for a longer --total-timesteps{hint}")
     if given.get("total_timesteps", saved.total_timesteps) != saved.total_timesteps:
         print("what is annealed over the run now follows the new --total-timesteps", file=sys.stderr)
-    return replace(saved, **given), checkpoint
+    return replace(overridden(saved, args.override), **given | {"override": ()}), checkpoint
+
+
+def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
+    """The settings of a run with NAME=VALUE changed; SystemExit(2) where that can't be done within a run."""
+    for change in changes:
+        name, _, value = change.partition("=")
+        name = name.replace("-", "_")
+        if name not in CHANGEABLE:
+            why = "can't change in a run" if hasattr(saved, name) else "is no setting"
+            fail(f"--override {change}: {name} {why}; NAME=VALUE is for {', '.join(CHANGEABLE)}")
+        flag = f"--{name.replace('_', '-')}={value}"
+        new = tyro.cli(tyro.conf.FlagConversionOff[Args], args=[flag], default=saved)
+        print(f"{name} was {getattr(saved, name)}, from here on {getattr(new, name)}", file=sys.stderr)
+        saved = new
+    return saved
 
 
 class Run:
@@ -1269,8 +1299,12 @@ class Run:
                 "commit": commit,
             }
         else:
-            values = json.loads(config.read_text())
-            values["resumed"] = [*values.get("resumed", []), {"global_step": self.step, "commit": commit}]
+            values, now = json.loads(config.read_text()), json.loads(json.dumps(asdict(self.args)))
+            parts, before = values.get("resumed", []), values["args"] | {"resume": now["resume"]}
+            for part in parts:
+                before |= part.get("changed", {})
+            changed = {name: value for name, value in now.items() if value != before.get(name)}
+            values["resumed"] = [*parts, {"global_step": self.step, "commit": commit, "changed": changed}]
         values.setdefault("id", os.urandom(8).hex())  # in Weights & Biases
         config.write_text(json.dumps(values, indent=2) + "\n")
         for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
