@@ -883,7 +883,8 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
         saved = Args(**checkpoint["args"])
     except Exception as error:  # whatever unpickling a broken file brings up
         fail(f"can't resume {args.resume}: {type(error).__name__}: {error}")
-    typed = {word.partition("=")[0].lstrip("-").replace("-", "_").removeprefix("no_") for word in sys.argv[1:]}
+    flags = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv[1:] if word.startswith("--")]
+    typed = {flag.removeprefix("no_") for flag in flags}
     defaults = {field.name: field.default for field in fields(Args)}
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
     of_the_machine = ("resume", "override", "device", "ray_address", "checkpoint_every")
