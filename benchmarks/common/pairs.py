@@ -186,7 +186,8 @@ TABLE = {
         most_lines=1665,  # runners and learners of Ray, environments that do not wait for each other
         own_texts=("warn_of_pixels",),  # it has convolutions for them
     ),
-    "apex_dqn_ray": Pair(  # it acts as dqn does
+    "apex_dqn_ray": Pair(
+        peers="dqn",  # it acts as dqn does
         own_tests="test_apex.py",
         most_above=420,
         most_lines=1655,  # runners and shards of a replay on Ray
