@@ -168,7 +168,7 @@ def test_a_search_from_end_to_end(tmp_path, capsys):
                      "--check-seeds", 2, "--jobs", 2, "--out", tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith("5 trials of 3,000 steps, 2 at a time") and "Traceback" not in done.stderr
-    assert [x for x in done.stderr.splitlines() if "steps" not in x] == [], "Ray says what nobody can act upon"
+    assert [x for x in done.stderr.splitlines() if x and "steps" not in x] == [], "Ray says what nobody can act upon"
     found = read_histories(tmp_path / "journal.jsonl")
     states = {x.id: x.state for x in found.values()}
     assert len(states) == 5 and all(
@@ -215,6 +215,24 @@ def test_a_member_that_copies_goes_on_at_its_donors_return(tmp_path):
     assert logs[0][:5000] == logs[1][:5000], "it has not taken over the donor's log"
     assert {path.stem for path in tmp_path.glob("*.png")} == {"objective", "parallel", "lineage", "schedules"}
     assert len(json.loads((tmp_path / "report.json").read_text())["best"]["schedule"]) == 4
+
+
+@needs_tune
+@pytest.mark.alone
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_search_that_is_stopped_says_how_to_go_on(tmp_path, signum):
+    search = ("--search", "gamma=[0.9,0.99]", "--total-timesteps", 10**7, "--interval", 2000, "--out", tmp_path)
+    process = started(*TINY, *search, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    while not any(x.reports for x in read_histories(tmp_path / "journal.jsonl").values()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signum)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error.splitlines()[1:] == ["", f"stopped; to go on: ./run.sh tune --resume {tmp_path}"]
+    sizes = runs_of(tmp_path)
+    time.sleep(1)
+    assert sizes == runs_of(tmp_path), "a run has outlived the search"
 
 
 @needs_tune

@@ -1,15 +1,18 @@
 """The search itself: Ray Tune with its schedulers and searchers, driven by what ./run.sh tune was told."""
 
+import json
 import logging
 import random
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import ray
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, PopulationBasedTraining, TrialScheduler
 from ray.tune.search.basic_variant import BasicVariantGenerator
 
+from benchmarks.common.programs import fail
 from benchmarks.learning.sweep import Journal
 from benchmarks.learning.tune import REDUCTION, Options, Search, start_ray
 from benchmarks.learning.tune_history import INTERVALS, OBJECTIVE
@@ -112,6 +115,15 @@ def plan_of(options: Options, search: Search) -> Plan:
     )
 
 
+def has_snapshot(folder: Path) -> bool:
+    """Whether Ray Tune has noted trials from which it can go on; SystemExit(2) if what it noted is broken."""
+    found = sorted(folder.glob("experiment_state-*.json"))
+    try:
+        return bool(found) and bool(json.loads(found[-1].read_text())["trial_data"])
+    except (ValueError, KeyError):
+        fail(f"Ray Tune's last snapshot of the search, {found[-1]}, is broken")
+
+
 def search_all(options: Options, search: Search, plan: Plan, reporter: Reporter) -> None:
     """Run all trials, or those that have not ended yet, to their ends."""
     logging.getLogger("ray").setLevel(logging.CRITICAL)  # a failed trial is reported in a line, by its own output
@@ -123,7 +135,7 @@ def search_all(options: Options, search: Search, plan: Plan, reporter: Reporter)
         tune.with_parameters(Trial, plan=plan), tune.PlacementGroupFactory([{k: v for k, v in bundle.items() if v}])
     )
     folder = options.out.resolve()
-    if reporter.histories and tune.Tuner.can_restore(folder / NAME):
+    if has_snapshot(folder / NAME):
         tuner = tune.Tuner.restore(str(folder / NAME), trainable=trainable)
     else:
         tuner = tune.Tuner(

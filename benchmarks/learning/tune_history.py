@@ -11,6 +11,9 @@ from pathlib import Path
 from benchmarks.learning.sweep import read_journal
 
 OBJECTIVE, INTERVALS = "objective", "intervals"  # of a report: what is searched for, and the time axis
+DROPPED = (
+    "dropped"  # the state of a trial that a search which was killed had just begun, and a resumed one does not know
+)
 STATES = ("finished", "stopped", "failed")  # in which a trial has ended: with its whole budget, before it, by an error
 
 
@@ -50,8 +53,8 @@ class History:
 
 
 def read_histories(journal: Path) -> dict[str, History]:
-    """The trials of a search by their ids, in the order in which they started."""
+    """The trials of a search by their ids, in the order in which they started, but for those that were dropped."""
     found = {}
     for line in read_journal(journal)[1:]:
         found.setdefault(line["run"], History(line["run"], len(found))).take(line)
-    return found
+    return {name: history for name, history in found.items() if history.state != DROPPED}

@@ -8,7 +8,7 @@ import time
 from ray.tune import Callback
 
 from benchmarks.learning.sweep import Journal, indented, last_step
-from benchmarks.learning.tune_history import INTERVALS, OBJECTIVE, History, read_histories
+from benchmarks.learning.tune_history import DROPPED, INTERVALS, OBJECTIVE, History, read_histories
 from benchmarks.learning.tune_space import plain, show
 from benchmarks.learning.tune_trial import Plan
 
@@ -47,13 +47,19 @@ class Reporter(Callback):
     def __init__(self, journal: Journal, plan: Plan, trials: int):
         self.journal, self.plan, self.trials, self.table = journal, plan, trials, Table()
         self.histories, self.began = read_histories(journal.path), time.monotonic()
+        self.is_new = True
         Reporter.current = self
 
     def __reduce__(self):
         return of_this_process, ()  # Tune keeps its callbacks with the search; a resumed one has this process's
 
+    def has_ended(self, trial) -> bool:
+        """Whether a trial had ended before the search was killed, and Ray Tune only did not know it any more."""
+        return trial.trial_id in self.histories and self.histories[trial.trial_id].has_ended
+
     def note(self, trial_id: str, state: str, **more) -> History:
-        history = self.histories.setdefault(trial_id, History(trial_id, len(self.histories)))
+        number = 1 + max((x.number for x in self.histories.values()), default=-1)
+        history = self.histories.setdefault(trial_id, History(trial_id, number))
         self.journal.note(trial_id, state, **more)
         history.take({"run": trial_id, "state": state, **more})
         return history
@@ -62,10 +68,23 @@ class Reporter(Callback):
         self.table.clear()
         print(line, flush=True)
 
+    def on_step_begin(self, iteration: int, trials: list, **info) -> None:  # noqa: ARG002
+        """Drop trials that only the journal knows: started within the last second before the search was killed."""
+        if self.is_new:
+            known = {trial.trial_id for trial in trials}
+            for trial_id in [x.id for x in self.histories.values() if not x.has_ended and x.id not in known]:
+                self.journal.note(trial_id, DROPPED)
+                del self.histories[trial_id]
+        self.is_new = False
+
     def on_trial_start(self, iteration: int, trials: list, trial, **info) -> None:  # noqa: ARG002
+        if self.has_ended(trial):
+            return
         self.note(trial.trial_id, "started", settings={name: plain(value) for name, value in trial.config.items()})
 
     def on_trial_result(self, iteration: int, trials: list, trial, result: dict, **info) -> None:  # noqa: ARG002
+        if self.has_ended(trial):
+            return
         settings = {name: plain(value) for name, value in result["config"].items()}
         kept = {name: result[name] for name in (INTERVALS, "steps", OBJECTIVE, "returns", "donor")}
         history = self.note(trial.trial_id, "reported", **kept, settings=settings)
@@ -74,11 +93,15 @@ class Reporter(Callback):
             self.say(f"trial {history.number} went on from trial {donor}: {self.stand(history)}")
 
     def on_trial_complete(self, iteration: int, trials: list, trial, **info) -> None:  # noqa: ARG002
+        if self.has_ended(trial):
+            return
         is_whole = self.histories[trial.trial_id].last[INTERVALS] >= self.plan.last
         history = self.note(trial.trial_id, "finished" if is_whole else "stopped")
         self.say(f"trial {history.number} {history.state}: {self.stand(history)}")
 
     def on_trial_error(self, iteration: int, trials: list, trial, **info) -> None:  # noqa: ARG002
+        if self.has_ended(trial):
+            return
         error = trial.get_pickled_error()
         why, _, output = str(getattr(error, "cause", None) or error).partition("\n")
         history = self.note(trial.trial_id, "failed", why=why)

@@ -9,6 +9,7 @@ reported is what was trained, a copy of the folder is a copy of the trial, and t
 
 import fcntl
 import json
+import math
 import shutil
 import signal
 import time
@@ -18,12 +19,14 @@ from pathlib import Path
 from ray.tune import Trainable
 
 from benchmarks.common import processes, runs, stats
+from benchmarks.common.results import write_json
 from benchmarks.learning.sweep import last_step, share_of_cores
-from benchmarks.learning.tune_history import INTERVALS, OBJECTIVE, read_histories
+from benchmarks.learning.tune_history import INTERVALS, OBJECTIVE, History, read_histories
 from benchmarks.learning.tune_space import as_flag, plain
 
 POLL = 0.02  # seconds between two looks for a checkpoint
-POLL_JOURNAL = 0.2  # seconds between two looks at what the others have reported
+POLL_OTHERS = 0.1  # seconds between two looks at where the other members stand
+ARRIVAL = "arrival.json"  # of a member of a population: the interval at which it waits for its turn, and its return
 RUN_FILES = ("checkpoint.pt", "config.json", "metrics.jsonl")  # what a script needs to go on
 
 
@@ -56,13 +59,13 @@ def seed_of(trial_id: str, run: int, seeds: int) -> int:
     return 1 + seeds * int(trial_id.rpartition("_")[2], 16) + run
 
 
-def identity(path: Path) -> tuple[int, int] | None:
-    """Which file is there: another one after each time that it was replaced."""
+def identity(path: Path) -> tuple[int, int, int] | None:
+    """Which file is there: another one after each time that it was replaced or added to."""
     try:
         found = path.stat()
     except FileNotFoundError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 @dataclass(eq=False)
@@ -125,6 +128,20 @@ def take_cores(folder: Path, slots: int) -> tuple[object, set[int] | None]:
     return None, None  # one that ends has not let go of its share yet
 
 
+def as_it_ended(history: History) -> dict:
+    """The last report of a trial that had ended when the search was killed, within Ray Tune's last second."""
+    if history.state == "failed":
+        raise RuntimeError(history.why)
+    names = (INTERVALS, "steps", OBJECTIVE, "returns")
+    return {name: history.last[name] for name in names} | {"donor": None, "done": True}
+
+
+def goes_before(first: str, arrival: dict, second: str, other_arrival: dict) -> bool:
+    """Whether the first of two members reports before the second: by their returns, the ids settle a tie."""
+    returns = [-math.inf if math.isnan(x[OBJECTIVE]) else x[OBJECTIVE] for x in (arrival, other_arrival)]
+    return (returns[0], first) > (returns[1], second)
+
+
 def copy_run(source: Path, target: Path) -> None:
     """Put the run in `source` in the place of that in `target`."""
     shutil.rmtree(target, ignore_errors=True)
@@ -177,6 +194,9 @@ class Trial(Trainable):
             for program in self.programs:
                 program.go_on()
         else:
+            history = read_histories(self.plan.journal).get(self.trial_id)
+            if history is not None and history.has_ended:
+                return as_it_ended(history)
             self.start()
         while not all([program.has_arrived() for program in self.programs]):  # each one, so that each is frozen
             time.sleep(POLL)
@@ -186,22 +206,38 @@ class Trial(Trainable):
             self.cleanup()
             raise RuntimeError(f"{f'exit code {code}' if code > 0 else f'killed by signal {-code}'}\n{output}")
         result = self.report()
-        self.wait_for_others(result[INTERVALS])
+        if self.plan.members and not result["done"]:
+            self.wait_for_others(result)
         return result
 
-    def wait_for_others(self, interval: int) -> None:
-        """Keep step, so that like is compared with like: until all members have made the report before this one.
+    def wait_for_others(self, result: dict) -> None:
+        """Report after all members have come to this interval, and after the better of them have reported.
 
-        The slowest never waits, and one that has failed is not waited for: the journal says so.
+        Ray Tune decides report by report. In this order it knows the scores of all, and the best have been saved, when
+        the worst report; else it would compare reports of different intervals, or find no checkpoint to copy.
         """
-        seen, is_behind = None, bool(self.plan.members)
-        while is_behind:
+        arrival = {INTERVALS: result[INTERVALS], OBJECTIVE: result[OBJECTIVE]}
+        write_json(self.plan.folder / self.trial_id / ARRIVAL, arrival)
+        seen, histories = None, {}
+        while not self.is_my_turn(arrival, histories):
+            time.sleep(POLL_OTHERS)
             if identity(self.plan.journal) != seen:
-                seen = identity(self.plan.journal)
-                histories = read_histories(self.plan.journal).values()
-                running = [x for x in histories if not x.has_ended and x.id != self.trial_id]
-                is_behind = len(histories) < self.plan.members or any(x.last[INTERVALS] < interval - 1 for x in running)
-            time.sleep(POLL_JOURNAL * is_behind)
+                seen, histories = identity(self.plan.journal), read_histories(self.plan.journal)
+
+    def is_my_turn(self, mine: dict, histories: dict[str, History]) -> bool:
+        """Whether no other member is behind this interval, or at it with a better return and not reported yet."""
+        for other in [x for x in histories.values() if not x.has_ended and x.id != self.trial_id]:
+            if other.last[INTERVALS] >= mine[INTERVALS]:
+                continue
+            file = self.plan.folder / other.id / ARRIVAL
+            arrival = json.loads(file.read_text()) if file.exists() else None
+            if (
+                arrival is None
+                or arrival[INTERVALS] < mine[INTERVALS]
+                or goes_before(other.id, arrival, self.trial_id, mine)
+            ):
+                return False
+        return len(histories) >= self.plan.members
 
     def report(self) -> dict:
         """Where the trial stands; its objective is NaN while a seed has ended no episode."""
