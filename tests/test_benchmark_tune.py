@@ -90,6 +90,7 @@ def test_search_spaces_that_are_refused(text, message, capsys):
         ({"search": ()}, "--search: name a setting"),
         ({"search": ("gamma=[0.9,0.99]", "gamma=[0.9,0.98]")}, "gamma is there twice"),
         ({"trials": 0}, "--trials must be more than 0"),
+        ({"gpus_per_trial": 1000}, "GPUs are not enough for 1 trials at a time"),
         ({"interval": 10**9}, "is more than a whole run"),
         ({"flags": "--gamma 0.9"}, "--flags: gamma is searched"),
         ({"flags": "--no-such-flag 1"}, "does not take them"),

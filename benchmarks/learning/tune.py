@@ -201,20 +201,24 @@ def check(options: Options) -> tuple[Options, Search]:
     check_population(options, search)
     check_flags(options, list(search.spaces()))
     check_installed(options)
-    return replace(options, interval=interval, jobs=options.jobs or jobs_of(options)), search
+    return replace(options, interval=interval, jobs=jobs_of(options)), search
 
 
 def jobs_of(options: Options) -> int:
-    """How many trials the cores and GPUs are enough for."""
-    by_default = len(os.sched_getaffinity(0)) / options.population if options.is_population else 1.0
-    jobs = len(os.sched_getaffinity(0)) / (options.cpus_per_trial or by_default)
-    if options.gpus_per_trial:
-        import torch
+    """How many trials run at a time; SystemExit(2) if there are no GPUs for them."""
+    cores = len(os.sched_getaffinity(0))
+    by_default = cores / options.population if options.is_population else 1.0
+    jobs = options.jobs or min(options.size, max(1, int(cores / (options.cpus_per_trial or by_default) + 1e-9)))
+    share = options.gpus_per_trial
+    if not share:
+        return jobs
+    import torch
 
-        jobs = min(jobs, torch.cuda.device_count() / options.gpus_per_trial)
-        if jobs < 1:
-            fail(f"--gpus-per-trial {options.gpus_per_trial:g}: there are {torch.cuda.device_count()} GPUs")
-    return min(options.size, max(1, int(jobs + 1e-9)))
+    count = torch.cuda.device_count()
+    places = count * int(1 / share + 1e-9) if share <= 1 else int(count / share)
+    if places < (options.jobs or 1):
+        fail(f"--gpus-per-trial {share:g}: {count} GPUs are not enough for {options.jobs or 1} trials at a time")
+    return min(jobs, places)
 
 
 def begin(options: Options) -> tuple[Options, Search, sweep.Journal]:
