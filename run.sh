@@ -10,7 +10,8 @@ usage: ./run.sh COMMAND [FLAGS]
   demo [FLAGS]          train PPO on HalfCheetah for about two minutes; FLAGS go to the script
   evaluate RUN_DIR      play a run's deterministic policy; --episodes N, --video FILE.mp4, --follow while it trains
   diff PAIR             what a pair differs in, as in `diff ppo`: hunk by hunk, each with its reason
-  sweep [FLAGS]         train scripts x variants x seeds and report; --scripts, --seeds, --total-timesteps, --resume
+  sweep [FLAGS]         train scripts x variants x seeds and report; --scripts, --seeds, --total-timesteps, --resume,
+                        --ray-address auto --cpus-per-run 1 over the nodes of a Ray cluster
   tune [FLAGS]          search settings, or train a population that changes them, by Ray Tune; --script, --search,
                         --scheduler asha pbt pb2, --perturb, --resume DIR
   report RUNS...        table, learning curves and verdicts from run folders; --out DIR
@@ -85,7 +86,7 @@ command=${1:-help}
 case $command in
   demo | diff | evaluate | ladder | readme | report | stale | sweep)
     install requirements
-    case " $* " in *_ray*) install requirements-ray ;; esac
+    case " $* " in *_ray* | *" --ray-address"* | *" --ray_address"*) install requirements-ray ;; esac
     ;;
   env-pools | speedrun | time-to-score) install requirements-benchmark ;;
   tune) install requirements-tune ;;

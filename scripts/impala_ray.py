@@ -12,7 +12,7 @@ https://arxiv.org/abs/1802.01561, whose equations are meant below; the network f
 "Human-level control through deep reinforcement learning", https://doi.org/10.1038/nature14236.
 
     python impala_ray.py --env-id CartPole-v1 --num-runners 2 --envs-per-runner 16
-    python impala_ray.py --env-id Pong-v5 --learning-rate 5e-4 --ent-coef 0.01 --clip-rewards
+    python impala_ray.py --env-id Pong-v5 --learning-rate 6e-4 --adam-eps 1e-5 --ent-coef 0.01
     python impala_ray.py --ray-address auto --num-runners 64    # on a cluster, after `ray start` on all
 
 Its compiled twin is `impala_ray_torchcompile.py`; the diff of the two shows all that compiling takes.
@@ -878,7 +878,7 @@ def start_ray(args: Args):
     has = ray.cluster_resources() if ray.is_initialized() else has
     for name, need in needs.items():
         if need > has.get(name, 0):
-            fail(f"runners and learners need {need:g} {name}s, the cluster has {has.get(name, 0):g}")
+            fail(f"the processes of this run need {need:g} {name}s, the cluster has {has.get(name, 0):g}")
     if __name__ != "__main__":
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # this text is the one that all processes run
     return ray

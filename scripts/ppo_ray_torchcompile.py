@@ -1192,7 +1192,7 @@ def start_ray(args: Args):
     has = ray.cluster_resources() if ray.is_initialized() else has
     for name, need in needs.items():
         if need > has.get(name, 0):
-            fail(f"runners and learners need {need:g} {name}s, the cluster has {has.get(name, 0):g}")
+            fail(f"the processes of this run need {need:g} {name}s, the cluster has {has.get(name, 0):g}")
     if __name__ != "__main__":
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # this text is the one that all processes run
     return ray

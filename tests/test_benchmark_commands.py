@@ -69,6 +69,16 @@ def test_a_command_installs_what_its_flags_need_and_once_only(checkout, command,
     assert f"-r {checkout.root}/requirements/{installed}.txt -c " in line
 
 
+def test_a_sweep_on_a_cluster_installs_ray(checkout):
+    for flag in ("--ray-address", "--ray-address=auto"):
+        assert checkout("sweep", flag, "auto").returncode == 0
+    lines = checkout.pip_log.read_text().splitlines()
+    assert [line.partition("/requirements/")[2].split()[0] for line in lines] == [
+        "requirements.txt",
+        "requirements-ray.txt",
+    ]
+
+
 def test_another_python_runs_the_gpu_stages_without_installing(checkout):
     other = checkout.root / "other"
     other.write_text(PYTHON.replace("in ", "other in "))

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import threading
+import time
 from itertools import islice
 from pathlib import Path
 
@@ -203,6 +204,21 @@ def test_the_sampler_sees_a_pool_of_workers(tmp_path):
     assert done.returncode == 0, done.stderr
     lines, _ = runs.read_lines(tmp_path / "metrics.jsonl")
     assert len(lines) == 8 and all(sum(line[f"profile/{part}"] for line in lines) > 0 for part in ceilings.SECTIONS)
+
+
+def test_environments_alone_are_those_of_all_runners(tmp_path):
+    """Two processes step, and both their steps are counted; the second one ends with the first."""
+    flags = ["--num-runners", 2, "--envs-per-runner", 4, "--total-timesteps", 300_000, "--run-dir", tmp_path]
+    done = benchmark("throughput.ceilings", "env", SCRIPTS / "impala_ray.py", *flags)
+    assert done.returncode == 0, done.stderr
+    steps = [line["global_step"] for line in runs.read_lines(tmp_path / "metrics.jsonl")[0]]
+    other = json.loads((tmp_path / "runner1" / "config.json").read_text())["args"]
+    assert other["num_runners"] == 1 and other["envs_per_runner"] == 4
+    assert steps and all(step % 2 == 0 for step in steps)
+    time.sleep(1)
+    before = (tmp_path / "runner1" / "metrics.jsonl").read_text()
+    time.sleep(0.6)
+    assert (tmp_path / "runner1" / "metrics.jsonl").read_text() == before
 
 
 def test_peers_take_as_many_threads_as_the_script():

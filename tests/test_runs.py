@@ -1,9 +1,11 @@
 """A run as its user sees it: its folder, the same numbers again, stopping and going on, and what is refused."""
 
+import importlib
 import json
 import math
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -469,6 +471,78 @@ def test_resumed_run_keeps_its_settings(resume_refused, train, monkeypatch, name
     monkeypatch.setattr("sys.argv", [name, "--resume", str(folder), "--seed", "1"])
     assert "--seed" in resume_refused(name, folder, "--seed", "1")
     assert "--total-timesteps" in resume_refused(name, folder, "--total-timesteps", "64")
+
+
+CHANGES = {"target_kl": 1e-6, "gradient_steps": 2, "ent_coef": 0.3, "epsilon_end": 0.7, "max_grad_norm": 1e-3}
+over_ray = [eager.stem for eager, _ in helpers.PAIRS if hasattr(load(eager.stem).Args, "num_runners")]
+
+
+@pytest.mark.parametrize("name", EAGER + over_ray)
+def test_override_changes_what_it_names(train, tmp_path, name):
+    """Each setting that may change in a run does, by itself; nothing is taken from the checkpoint instead."""
+    settings = {}
+    if name in over_ray:
+        settings = importlib.import_module(Path(TABLE[name].own_tests).stem).SMALL | {"num_runners": 0}
+    run = train(name, **settings)
+    longer = ("--total-timesteps", str(2 * run.steps()[-1]), "--device", "cpu")
+
+    def gone_on(*flags: str) -> helpers.Outcome:
+        folder = tmp_path / "_".join(["on", *flags[1:]])
+        shutil.copytree(run.run_dir, folder)
+        return helpers.outcome(command(name, "--resume", str(folder), *longer, *flags))
+
+    def learnt(outcome: helpers.Outcome) -> list:
+        return [x for path, x in tensors(outcome.checkpoint) if "exp_avg" in path]
+
+    plain = gone_on()
+    for setting in set(load(name).CHANGEABLE) - {"num_runners"}:
+        old = run.checkpoint["args"][setting]
+        value = CHANGES[setting] if setting in CHANGES else old * 2 if isinstance(old, int) else old / 2
+        changed = gone_on("--override", f"{setting}={value}")
+        assert changed.checkpoint["args"][setting] == value and changed.checkpoint["args"]["override"] == ()
+        assert not all(map(same, learnt(changed), learnt(plain))), setting
+        config = json.loads((changed.run_dir / "config.json").read_text())
+        assert config["args"][setting] == old and config["resumed"][-1]["changed"][setting] == value
+
+
+def test_override_of_a_learning_rate_that_is_not_annealed(train):
+    """It counts instead of what Adam's state holds, and is kept; a schedule of one's own goes on where it was."""
+    run = train("td3_continuous_action")
+    for steps, flags in ((500, ("--override", "learning-rate=0.5")), (600, ())):
+        command("td3_continuous_action", "--resume", str(run.run_dir), "--total-timesteps", str(steps), *flags)
+        assert helpers.outcome(run.run_dir).checkpoint["actor_optimizer"]["learning_rate"] == 0.5
+    weights = torch.nn.Linear(1, 1)
+    adam, again = (helpers.defining("Adam").Adam(weights, 0.1) for _ in range(2))
+    adam.learning_rate.mul_(0.5)
+    again.load_state_dict(adam.state_dict())
+    assert again.learning_rate == adam.learning_rate
+    other = helpers.defining("Adam").Adam(weights, 0.2)
+    other.load_state_dict(adam.state_dict())
+    assert other.learning_rate == other.first_learning_rate == torch.tensor(0.2)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("num_envs=2", "num_envs can't change in a run"),
+        ("buffer_size=2", "buffer_size can't change in a run"),
+        ("gama=0.9", "gama is no setting"),
+        ("gamma", "gamma"),
+        ("gamma=high", "high"),
+        ("gamma=1.5", "--gamma must be at least 0 and at most 1"),
+    ],
+)
+def test_override_of_what_cannot_change_is_refused(small_run, capsys, change, reason):
+    folder = small_run("dqn").run_dir
+    before = contents(folder)
+    with pytest.raises(SystemExit) as end:
+        command("dqn", "--resume", str(folder), "--override", change)
+    assert end.value.code == 2 and contents(folder) == before
+    assert reason in capsys.readouterr().err
+
+
+def test_override_needs_a_run_to_resume(refused):
+    assert "needs --resume" in refused("ppo", override=("gamma=0.9",))
 
 
 def test_flags_of_cleanrl(monkeypatch, capsys):

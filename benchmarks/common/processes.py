@@ -6,7 +6,7 @@ import resource
 import signal
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.common.programs import ROOT
@@ -14,7 +14,6 @@ from benchmarks.common.programs import ROOT
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 SCRIPT_MEMORY = 3 * 2**30  # bytes of the host's memory that a script which learns on a GPU may take
 PATIENCE = 30  # seconds between asking a child to end and killing it
-C_LIBRARY = ctypes.CDLL(None)
 
 
 def free_slots(memory: int) -> int:
@@ -30,14 +29,60 @@ def free_slots(memory: int) -> int:
 
 
 @dataclass(eq=False)
-class Child:
-    """A program that was started: its process, the file with its output, and when; at its end its use of resources."""
+class Started:
+    """A program that was started, here or elsewhere: the file with its output, and how to wait for it and to end it."""
 
-    process: subprocess.Popen
     output: Path
     started: float  # on the clock of time.perf_counter()
-    seconds: float = 0.0  # that it ran
-    asked: bool = False  # to end
+    seconds: float = field(default=0.0, kw_only=True)  # that it ran
+    asked: bool = field(default=False, kw_only=True)  # to end
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal, or None while it runs."""
+        raise NotImplementedError
+
+    def ask(self, signum: int) -> None:
+        """Ask it to end in good order; once only, as a second signal would kill a script."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """End it at once."""
+        raise NotImplementedError
+
+    def resources(self) -> dict:
+        """What it took, once it has ended."""
+        raise NotImplementedError
+
+    def wait(self, seconds: float) -> int | None:
+        """The exit code once it has ended, or None if it still runs after so long."""
+        deadline = time.perf_counter() + seconds
+        while (code := self.poll()) is None and time.perf_counter() < deadline:
+            time.sleep(0.05)
+        return code
+
+    def stop(self, signum: int = signal.SIGINT) -> int:
+        """Its exit code after it was asked to end; it is killed, with all that it started, if it does not."""
+        self.ask(signum)
+        if self.wait(PATIENCE) is None:
+            self.kill()
+        return self.poll()
+
+    def failure(self) -> str | None:
+        """How it failed, in words; None if it ended well."""
+        code = self.poll()
+        return f"exit code {code}" if code > 0 else f"killed by signal {-code}" if code else None
+
+    def last_lines(self, count: int = 8) -> str:
+        """The end of its output; of a progress bar only what it showed last."""
+        lines = self.output.read_text(errors="replace").splitlines()
+        return "\n".join([line.rsplit("\r", 1)[-1] for line in lines if line.strip()][-count:])
+
+
+@dataclass(eq=False)
+class Child(Started):
+    """A process of this machine; at its end it has its use of resources."""
+
+    process: subprocess.Popen
     usage: resource.struct_rusage | None = None
 
     def poll(self) -> int | None:
@@ -50,25 +95,11 @@ class Child:
                 self.usage, self.seconds = usage, time.perf_counter() - self.started
         return self.process.returncode
 
-    def wait(self, seconds: float) -> int | None:
-        """The exit code once it has ended, or None if it still runs after so long."""
-        deadline = time.perf_counter() + seconds
-        while self.poll() is None and time.perf_counter() < deadline:
-            time.sleep(0.05)
-        return self.process.returncode
-
     def ask(self, signum: int) -> None:
         """Ask it to end in good order; once only, as a second signal would kill a script."""
         if self.poll() is None and not self.asked:
             self.asked = True
             self.process.send_signal(signum)
-
-    def stop(self, signum: int = signal.SIGINT) -> int:
-        """Its exit code after it was asked to end; it is killed, with all that it started, if it does not."""
-        self.ask(signum)
-        if self.wait(PATIENCE) is None:
-            self.kill()
-        return self.process.returncode
 
     def kill(self) -> None:
         """End it, and all that it started, at once, stopped or not."""
@@ -96,22 +127,20 @@ class Child:
             return False
         return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
-    def last_lines(self, count: int = 8) -> str:
-        """The end of its output; of a progress bar only what it showed last."""
-        lines = self.output.read_text(errors="replace").splitlines()
-        return "\n".join([line.rsplit("\r", 1)[-1] for line in lines if line.strip()][-count:])
-
     def resources(self) -> dict:
         """Peak memory in MB of the largest of its processes, and cores in use on average."""
         cpu_seconds = self.usage.ru_utime + self.usage.ru_stime
         return {"peak_memory_mb": self.usage.ru_maxrss / 1024, "cores_used": cpu_seconds / max(self.seconds, 1e-9)}
 
 
-def start(command: list[str], output: Path, cpus: set[int] | None = None, **environment: str) -> Child:
-    """Start a program in the root of the repository, its output into a file, on some CPUs only if they are given."""
+def start(
+    command: list[str], output: Path, cpus: set[int] | None = None, cwd: Path = ROOT, **environment: str
+) -> Child:
+    """Start a program in the folder `cwd`, its output into a file, on some CPUs only if they are given."""
+    prctl = ctypes.CDLL(None).prctl
 
     def prepare() -> None:
-        C_LIBRARY.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if cpus:
             os.sched_setaffinity(0, cpus)
 
@@ -119,6 +148,6 @@ def start(command: list[str], output: Path, cpus: set[int] | None = None, **envi
         streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
         # In its own session Ctrl-C does not reach it, so that it is its parent who ends it
         process = subprocess.Popen(
-            command, **streams, cwd=ROOT, env=os.environ | environment, start_new_session=True, preexec_fn=prepare
+            command, **streams, cwd=cwd, env=os.environ | environment, start_new_session=True, preexec_fn=prepare
         )
-    return Child(process, output, time.perf_counter())
+    return Child(output, time.perf_counter(), process)

@@ -3,7 +3,8 @@
 Every run is a fresh process with a folder of its own under OUT/runs and its output under OUT/output. The journal,
 OUT/journal.jsonl, gets a line when a run starts and when it ends, at once on disk: whatever ends the sweep, --resume
 (with --out, if it was given) goes on with what it was to do, without repeating a finished run; failed and broken-off
-runs start anew.
+runs start anew. With --ray-address the processes are spread over the nodes of a Ray cluster, and what they write is
+brought into the same folder.
 
 Measures: what each run learns, and how long it takes; `./run.sh report` says how it is summarized.
 Takes: as long as the runs that it announces, divided by --jobs; at the defaults about an hour on two cores.
@@ -18,7 +19,9 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -37,7 +40,7 @@ from benchmarks.common.programs import (
     pairs_here,
 )
 from benchmarks.common.results import make_folder, stoppable
-from benchmarks.learning import report
+from benchmarks.learning import cluster_runs, report
 
 TAIL = 8192  # bytes at the end of a log in which its last whole line is found
 PLAN = ("scripts", "variants", "seeds", "env_ids", "total_timesteps", "flags")  # options that say what the runs are
@@ -53,6 +56,9 @@ class Options:
     jobs: int = 1  # runs side by side, each on its own share of the CPU cores
     timeout: float = 14_400.0  # seconds after which a run is ended and counts as failed
     flags: str = ""  # more flags for all runs, as in --flags="--num-envs 8"
+    ray_address: str | None = None  # run on a Ray cluster: auto (the one of this machine) or HOST:PORT
+    cpus_per_run: float | None = None  # CPU cores that Ray sets aside for each run there, also fractions; by default 1
+    gpus_per_run: float | None = None  # GPUs for each run there, also fractions; by default none
     resume: bool = False  # go on with the sweep in OUT, as it was begun
     out: Path = Path("runs/sweep")  # folder of the sweep
 
@@ -62,8 +68,8 @@ class Job:
     """One run of the plan, and its process while it runs."""
 
     name: str
-    arguments: list[str]
-    child: processes.Child | None = None
+    arguments: list[str]  # all but the folder of the run
+    child: processes.Started | None = None
 
 
 class Journal:
@@ -132,13 +138,13 @@ def resumed(options: Options, saved: dict) -> Options:
     return replace(options, **{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
 
 
-def announcement(options: Options, jobs: list[Job], journal: Journal) -> str:
+def announcement(options: Options, jobs: list[Job], pace: str, journal: Journal) -> str:
     """What is going to be run, in a line."""
     counts = {"script": options.scripts, "environment": options.env_ids, "variant": options.variants}
     counts["seed"] = options.seeds
     factors = [f"{len(x)} {noun}{'s' * (len(x) != 1)}" for noun, x in counts.items() if x]
     done = sum(journal.states.get(job.name) == "finished" for job in jobs)
-    text = f"{' x '.join(factors)} = {len(jobs)} runs of {options.total_timesteps:,} steps, {options.jobs} at a time"
+    text = f"{' x '.join(factors)} = {len(jobs)} runs of {options.total_timesteps:,} steps, {pace}"
     return text + f"; {done} of them finished before" * (done > 0)
 
 
@@ -150,8 +156,7 @@ def plan(options: Options) -> list[Job]:
         for env_id, variant in product(options.env_ids or (own,), options.variants):
             name = f"{env_id}__{script}__{variant}__{seed}".replace("/", "_").replace(":", "_")
             flags = ["--seed", seed, "--env-id", env_id, "--total-timesteps", options.total_timesteps]
-            folder = ["--run-dir", (options.out / "runs" / name).resolve()]
-            arguments = [*command(script, variant), *flags, *shlex.split(options.flags), *folder]
+            arguments = [*command(script, variant), *flags, *shlex.split(options.flags)]
             jobs.append(Job(name, [str(x) for x in arguments]))
     return jobs
 
@@ -174,24 +179,39 @@ def last_step(log: Path) -> int:
     return next((int(line["global_step"]) for line in reversed(lines) if line), 0)
 
 
-def start(job: Job, slot: int, options: Options, journal: Journal) -> None:
-    """Start a run in an empty folder."""
-    shutil.rmtree(options.out / "runs" / job.name, ignore_errors=True)
-    journal.note(job.name, "started")
-    cores = share_of_cores(slot, options.jobs)
-    job.child = processes.start(job.arguments, options.out / "output" / f"{job.name}.txt", cores)
+class Here:
+    """Runs as processes of this machine, so many side by side, each on its own share of the CPU cores."""
+
+    def __init__(self, slots: int):
+        self.slots, self.pace = slots, f"{slots} at a time"
+
+    def start(self, arguments: list[str], folder: Path, output: Path, slot: int, note) -> processes.Child:
+        """Start a run in an empty folder, after a note that it has started."""
+        shutil.rmtree(folder, ignore_errors=True)
+        note("started")
+        command = [*arguments, "--run-dir", str(folder.resolve())]
+        return processes.start(command, output, share_of_cores(slot, self.slots))
+
+    def close(self) -> None:
+        """All its runs have ended, and nothing else is open."""
+
+
+def where(options: Options) -> "Here | cluster_runs.Cluster":
+    """The machine, or the machines, that the runs are started on."""
+    if options.ray_address is None:
+        return Here(options.jobs)
+    return cluster_runs.Cluster(options.ray_address, options.cpus_per_run or 1.0, options.gpus_per_run or 0.0)
 
 
 def ended(job: Job, options: Options, journal: Journal) -> bool:
     """Whether a run has ended, or had to be; notes how, and shows the last lines of a failed one."""
-    code, why = job.child.poll(), None
-    if code is None:
+    if job.child.poll() is None:
         if time.perf_counter() - job.child.started < options.timeout:
             return False
         job.child.stop(signal.SIGTERM)
         why = f"ended after {options.timeout:g} s, its time limit"
-    elif code != 0:
-        why = f"exit code {code}" if code > 0 else f"killed by signal {-code}"
+    else:
+        why = job.child.failure()
     resources = {"seconds": round(job.child.seconds, 1), **job.child.resources()}
     journal.note(job.name, "finished" if why is None else "failed", **resources, **({"why": why} if why else {}))
     if why is not None:
@@ -203,10 +223,10 @@ def indented(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def run_all(jobs: list[Job], options: Options, journal: Journal) -> None:
-    """Run what has not finished yet, a job in each slot, until all have ended."""
+def run_all(jobs: list[Job], place: "Here | cluster_runs.Cluster", options: Options, journal: Journal) -> None:
+    """Run what has not finished yet, a job in each slot of the place, until all have ended."""
     waiting = [job for job in jobs if journal.states.get(job.name) != "finished"]
-    slots: list[Job | None] = [None] * options.jobs
+    slots: list[Job | None] = [None] * min(place.slots, len(jobs))
     done = len(jobs) - len(waiting)
     with tqdm(total=len(jobs) * options.total_timesteps, unit=" steps", unit_scale=True) as bar:
         try:
@@ -215,8 +235,9 @@ def run_all(jobs: list[Job], options: Options, journal: Journal) -> None:
                     if job is not None and ended(job, options, journal):
                         slots[i], done = None, done + 1
                     if slots[i] is None and waiting:
-                        slots[i] = waiting.pop(0)
-                        start(slots[i], i, options, journal)
+                        slots[i] = job = waiting.pop(0)
+                        folder, output = options.out / "runs" / job.name, options.out / "output" / f"{job.name}.txt"
+                        job.child = place.start(job.arguments, folder, output, i, partial(journal.note, job.name))
                 steps = sum(last_step(options.out / "runs" / job.name / "metrics.jsonl") for job in slots if job)
                 bar.n = done * options.total_timesteps + steps
                 bar.set_postfix_str(f"{journal.count('finished')}/{len(jobs)} runs, {journal.count('failed')} failed")
@@ -232,7 +253,14 @@ def run_all(jobs: list[Job], options: Options, journal: Journal) -> None:
 def check(options: Options) -> None:
     """Refuse what can't work."""
     check_known("script", options.scripts, pairs())
-    check_positive(options, "jobs", "timeout", "total_timesteps")
+    check_positive(options, "jobs", "timeout", "total_timesteps", "cpus_per_run")
+    if options.ray_address is None and (options.cpus_per_run, options.gpus_per_run) != (None, None):
+        fail("--cpus-per-run and --gpus-per-run are for a cluster: name one by --ray-address, or leave them out")
+    gpus = options.gpus_per_run or 0
+    if gpus < 0 or (gpus > 1 and gpus % 1):
+        fail("--gpus-per-run must be a share of one GPU, or a whole number of them")
+    if options.ray_address is not None and options.jobs != Options.jobs:
+        fail("--jobs is for one machine: on a cluster, as many runs go side by side as it has room for")
     if not options.seeds:
         fail("--seeds: name at least one")
     if options.resume and not read_journal(options.out / "journal.jsonl"):
@@ -243,13 +271,14 @@ def check(options: Options) -> None:
 
 def main(options: Options) -> int:
     check(options)
+    place = where(options)
     journal = Journal(options.out / "journal.jsonl", settings_of(options), options.resume)
     options = resumed(options, journal.settings)
     jobs = plan(options)
-    print(announcement(options, jobs, journal), file=sys.stderr)
+    print(announcement(options, jobs, place.pace, journal), file=sys.stderr)
     out = "" if options.out == Options.out else f" --out {options.out}"
-    with stoppable(f"to go on: ./run.sh sweep --resume{out}"):
-        run_all(jobs, options, journal)
+    with closing(place), stoppable(f"to go on: ./run.sh sweep --resume{out}"):
+        run_all(jobs, place, options, journal)
     failed = [job for job in jobs if journal.states[job.name] == "failed"]
     if len(failed) < len(jobs):
         result = report.write_report([options.out / "runs"], options.out / "report")

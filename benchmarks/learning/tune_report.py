@@ -109,11 +109,10 @@ def check_on_fresh_seeds(options: Options, settings: dict) -> dict:
         for contestant, values in chosen.items():
             name = f"{contestant}__{seed}"
             flags = [*options.fixed, *(as_flag(*x) for x in values.items()), f"--seed={seed}", "--no-tensorboard"]
-            folder = [f"--run-dir={(out / 'runs' / name).resolve()}"]
-            jobs.append(sweep.Job(name, [*options.program, *flags, *folder]))
+            jobs.append(sweep.Job(name, [*options.program, *flags]))
     journal = sweep.Journal(out / "journal.jsonl", {"settings": settings}, resume=True)
-    side_by_side = {"jobs": min(options.jobs, len(jobs)), "total_timesteps": options.total_timesteps, "out": out}
-    sweep.run_all(jobs, sweep.Options(**side_by_side), journal)
+    place = sweep.Here(min(options.jobs, len(jobs)))
+    sweep.run_all(jobs, place, sweep.Options(total_timesteps=options.total_timesteps, out=out), journal)
     found = {
         contestant: [runs.final_return(runs.read_run(out / "runs" / f"{contestant}__{seed}")) for seed in seeds]
         for contestant in chosen

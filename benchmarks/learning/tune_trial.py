@@ -200,11 +200,10 @@ class Trial(Trainable):
             self.start()
         while not all([program.has_arrived() for program in self.programs]):  # each one, so that each is frozen
             time.sleep(POLL)
-        failed = [program for program in self.programs if program.has_ended and program.child.process.returncode]
+        failed = [program.child for program in self.programs if program.has_ended and program.child.failure()]
         if failed:
-            code, output = failed[0].child.process.returncode, failed[0].child.last_lines()
             self.cleanup()
-            raise RuntimeError(f"{f'exit code {code}' if code > 0 else f'killed by signal {-code}'}\n{output}")
+            raise RuntimeError(f"{failed[0].failure()}\n{failed[0].last_lines()}")
         result = self.report()
         if self.plan.members and not result["done"]:
             self.wait_for_others(result)

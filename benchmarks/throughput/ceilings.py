@@ -31,6 +31,7 @@ from types import CodeType, FrameType, ModuleType
 import numpy as np
 import tyro
 
+from benchmarks.common import processes
 from benchmarks.common.programs import check_known, environment_class, fail, load_script, make_envs
 
 SECTIONS = ("env", "policy", "learn")
@@ -127,10 +128,16 @@ def rounds(envs, actions: list[np.ndarray]):
 
 
 def step_envs(module: ModuleType, flags: list[str]) -> None:
-    """Step the environments with random actions until the budget is used up, or until Ctrl-C, and log the speed."""
+    """Step the environments with random actions until the budget is used up, or until Ctrl-C, and log the speed.
+
+    Of several runners the others do the same beside this one; their steps are taken to be as many as its own.
+    """
     args = tyro.cli(module.Args, args=flags)
     folder = Path(args.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    num_runners = max(1, getattr(args, "num_runners", 1))
+    paths = [folder / f"runner{i}" for i in range(1, num_runners)]
+    others = {path: runner_beside(module, flags, path) for path in paths}
     config = {"script": Path(module.__file__).name, "args": asdict(args)}
     (folder / "config.json").write_text(json.dumps(config))
     num_envs = args.num_workers * args.envs_per_worker if hasattr(module, "Pool") else 0
@@ -139,11 +146,16 @@ def step_envs(module: ModuleType, flags: list[str]) -> None:
     envs.action_space.seed(args.seed)
     draw = envs.action_space.sample
     actions = [np.stack([draw() for _ in range(num_envs)]) for _ in range(NUM_ACTIONS)]
+    for path, other in others.items():
+        while not (path / "metrics.jsonl").exists():
+            if other.poll() is not None:
+                fail(f"the environments of another runner failed: {other.last_lines()}")
+            time.sleep(0.1)
     step, done, start = 0, np.zeros(num_envs, dtype=bool), time.perf_counter()
     written = start
     with (folder / "metrics.jsonl").open("w", buffering=1) as file:
         for ended in rounds(envs, actions):
-            step += num_envs - int(done.sum())  # where an episode had ended, this was a reset
+            step += num_runners * (num_envs - int(done.sum()))  # where an episode had ended, this was a reset
             done, now = ended, time.perf_counter()
             if now - written >= LOG_EVERY:
                 file.write(json.dumps({"global_step": step, "seconds": now - start}) + "\n")
@@ -151,6 +163,16 @@ def step_envs(module: ModuleType, flags: list[str]) -> None:
             if step >= args.total_timesteps:
                 break
     envs.close()
+    for other in others.values():
+        other.kill()
+
+
+def runner_beside(module: ModuleType, flags: list[str], folder: Path) -> processes.Child:
+    """Another process that steps as many environments, and ends with this one."""
+    folder.mkdir(exist_ok=True)
+    words = [sys.executable, "-m", "benchmarks.throughput.ceilings", "env", module.__file__, *flags]
+    words += ["--num-runners", "1", "--total-timesteps", str(2**60), "--run-dir", str(folder)]
+    return processes.start(words, folder / "output.txt")
 
 
 def main(arguments: list[str]) -> None:

@@ -1,6 +1,6 @@
-"""Train by RLlib as `impala_ray` or `ppo_ray` does by the same flags: the peer `rllib` of ./run.sh throughput.
+"""Train by RLlib as a script over Ray does by the same flags: the peer `rllib` of ./run.sh throughput.
 
-    RLLIB_PYTHON benchmarks/throughput/peer_rllib.py {impala_ray,ppo_ray} [FLAGS]
+    RLLIB_PYTHON benchmarks/throughput/peer_rllib.py {impala_ray,ppo_ray,apex_dqn_ray} [FLAGS]
 
 It runs in a virtual environment of its own (requirements/requirements-rllib.txt), so it imports nothing of this
 repository. Networks, fragments, batches and settings are the script's; RLlib steps its environments in the runners'
@@ -15,62 +15,95 @@ import time
 from pathlib import Path
 
 import ray
+from ray.rllib.algorithms.dqn import DQNConfig
 from ray.rllib.algorithms.impala import IMPALAConfig
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 
 SETTINGS = {
     "env_id": "CartPole-v1", "seed": 1, "total_timesteps": 1_000_000, "run_dir": "runs/rllib", "num_runners": 2,
-    "gamma": 0.99, "vf_coef": 0.5, "max_grad_norm": 0.5,
+    "gamma": 0.99,
 }  # fmt: skip
-IMPALA = {
-    "envs_per_runner": 16, "fragment_steps": 32, "batch_fragments": 1, "learning_rate": 1e-3, "ent_coef": 0.001,
-}  # fmt: skip
-PPO = {
-    "envs_per_runner": 4, "num_steps": 128, "learning_rate": 2.5e-4, "num_minibatches": 8, "update_epochs": 4,
-    "gae_lambda": 0.95, "clip_coef": 0.2, "ent_coef": 0.01,
+OWN_SETTINGS = {
+    "impala_ray": {
+        "envs_per_runner": 16, "fragment_steps": 32, "batch_fragments": 1, "learning_rate": 1e-3, "ent_coef": 0.001,
+        "vf_coef": 0.5, "max_grad_norm": 0.5,
+    },
+    "ppo_ray": {
+        "envs_per_runner": 4, "num_steps": 128, "learning_rate": 2.5e-4, "num_minibatches": 8, "update_epochs": 4,
+        "gae_lambda": 0.95, "clip_coef": 0.2, "ent_coef": 0.01, "vf_coef": 0.5, "max_grad_norm": 0.5,
+    },
+    "apex_dqn_ray": {
+        "envs_per_runner": 8, "fragment_steps": 64, "learning_rate": 5e-4, "buffer_size": 100_000, "n_step": 3,
+        "target_network_frequency": 100, "batch_size": 256, "learning_starts": 10_000, "samples_per_insert": 8.0,
+        "priority_exponent": 0.6, "importance_exponent": 0.4, "max_grad_norm": 40.0,
+    },
 }  # fmt: skip
 
 
 def settings() -> argparse.Namespace:
     """The script's flags, of which those are ignored that RLlib has no like of."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("script", choices=("impala_ray", "ppo_ray"))
-    own = PPO if "ppo_ray" in sys.argv else IMPALA
+    parser.add_argument("script", choices=OWN_SETTINGS)
+    own = next((OWN_SETTINGS[word] for word in sys.argv if word in OWN_SETTINGS), {})
     for name, default in (SETTINGS | own).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     return parser.parse_known_args()[0]
 
 
+def impala(args: argparse.Namespace) -> IMPALAConfig:
+    rows = args.fragment_steps * args.envs_per_runner * args.batch_fragments
+    return IMPALAConfig().training(
+        train_batch_size_per_learner=rows, entropy_coeff=args.ent_coef, vf_loss_coeff=args.vf_coef
+    )
+
+
+def ppo(args: argparse.Namespace) -> PPOConfig:
+    rows = args.num_steps * args.envs_per_runner * max(1, args.num_runners)
+    return PPOConfig().training(
+        train_batch_size_per_learner=rows,
+        minibatch_size=rows // args.num_minibatches,
+        num_epochs=args.update_epochs,
+        lambda_=args.gae_lambda,
+        clip_param=args.clip_coef,
+        use_kl_loss=False,
+        entropy_coeff=args.ent_coef,
+        vf_loss_coeff=args.vf_coef,
+    )
+
+
+def dqn(args: argparse.Namespace) -> DQNConfig:
+    replay = {"type": "PrioritizedEpisodeReplayBuffer", "capacity": args.buffer_size}
+    steps_of_an_update = args.batch_size / args.samples_per_insert
+    # Samples learnt from for each one that comes; RLlib takes itself for one more runner than do sample
+    intensity = args.samples_per_insert * max(1, args.num_runners) / (args.num_runners + 1 if args.num_runners else 1)
+    return DQNConfig().training(
+        train_batch_size_per_learner=args.batch_size,
+        training_intensity=intensity,
+        num_steps_sampled_before_learning_starts=args.learning_starts,
+        target_network_update_freq=round(args.target_network_frequency * steps_of_an_update),
+        replay_buffer_config=replay | {"alpha": args.priority_exponent, "beta": args.importance_exponent},
+        n_step=args.n_step,
+        double_q=True,
+        dueling=False,
+    )
+
+
 def algorithm(args: argparse.Namespace):
-    is_ppo = args.script == "ppo_ray"
-    config = (PPOConfig if is_ppo else IMPALAConfig)().environment(args.env_id)
-    config.debugging(seed=args.seed, log_level="ERROR")
-    steps = args.num_steps if is_ppo else args.fragment_steps
-    rows = steps * args.envs_per_runner * (max(1, args.num_runners) if is_ppo else args.batch_fragments)
+    """RLlib's, built by the script's settings."""
+    config = {"impala_ray": impala, "ppo_ray": ppo, "apex_dqn_ray": dqn}[args.script](args)
+    config.environment(args.env_id).debugging(seed=args.seed, log_level="ERROR")
     config.env_runners(
         num_env_runners=args.num_runners,
         num_envs_per_env_runner=args.envs_per_runner,
-        rollout_fragment_length=steps,
+        rollout_fragment_length=args.num_steps if args.script == "ppo_ray" else args.fragment_steps,
     )
     config.learners(num_learners=0)  # in the driver, as the script's
-    config.training(
-        train_batch_size_per_learner=rows,
-        lr=args.learning_rate,
-        gamma=args.gamma,
-        entropy_coeff=args.ent_coef,
-        vf_loss_coeff=args.vf_coef,
-        grad_clip=args.max_grad_norm,
-    )
-    if is_ppo:
-        config.training(
-            minibatch_size=rows // args.num_minibatches,
-            num_epochs=args.update_epochs,
-            lambda_=args.gae_lambda,
-            clip_param=args.clip_coef,
-            use_kl_loss=False,
-        )
-    model = DefaultModelConfig(fcnet_hiddens=[64, 64], fcnet_activation="tanh", vf_share_layers=False)
+    config.training(lr=args.learning_rate, gamma=args.gamma, grad_clip=args.max_grad_norm)
+    if args.script == "apex_dqn_ray":
+        model = DefaultModelConfig(fcnet_hiddens=[120], head_fcnet_hiddens=[84], fcnet_activation="relu")
+    else:
+        model = DefaultModelConfig(fcnet_hiddens=[64, 64], fcnet_activation="tanh", vf_share_layers=False)
     config.rl_module(model_config=model)
     config.reporting(min_time_s_per_iteration=1)
     return config.build_algo()

@@ -126,6 +126,7 @@ DIFFERENCES = {
     "rllib": {
         "impala_ray": "PyTorch's Adam with its own epsilon, a learning rate that stays, always one update a batch",
         "ppo_ray": "PyTorch's Adam with its own epsilon, and a learning rate that stays",
+        "apex_dqn_ray": "one share of random actions, which falls with time, in all environments; Huber's loss",
     },
 }
 
