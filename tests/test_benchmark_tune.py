@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from benchmark_helpers import benchmark, benchmark_here, refusal
@@ -158,6 +159,52 @@ def test_a_trial_that_goes_back_loses_its_later_reports():
 )
 def test_the_verdict_rests_on_the_interval(best, verdict):
     assert verdict in tune_report.compare({"default": [1.0, 2.0, 3.0], "best": best})["verdict"]
+
+
+@needs_tune
+def test_members_report_in_the_order_of_their_returns(tmp_path):
+    """Of three: one that is behind is waited for, one with a better return goes first, one that has failed does not."""
+    trial = importlib.import_module("benchmarks.learning.tune_trial")
+    me = SimpleNamespace(plan=SimpleNamespace(folder=tmp_path, members=3), trial_id="x_00000")
+    others = [history(i, (1, 1.0, 0.9, None), state="reported") for i in (1, 2)]
+    histories = {x.id: x for x in [history(0, (1, 1.0, 0.9, None), state="reported"), *others]}
+
+    def arrive(i: int, objective: float) -> None:
+        (tmp_path / f"x_{i:05}").mkdir(exist_ok=True)
+        (tmp_path / f"x_{i:05}" / trial.ARRIVAL).write_text(json.dumps({"intervals": 2, "objective": objective}))
+
+    def is_my_turn() -> bool:
+        return trial.Trial.is_my_turn(me, {"intervals": 2, "objective": 5.0}, histories)
+
+    arrive(1, 4.0)
+    assert not is_my_turn(), "the second has not arrived"
+    arrive(2, math.nan)
+    assert is_my_turn()
+    arrive(2, 6.0)
+    assert not is_my_turn(), "the second is better, and has not reported"
+    others[1].reports.append(others[1].reports[0] | {"intervals": 2})
+    assert is_my_turn()
+    others[1].reports.pop()
+    others[1].state = "failed"
+    assert is_my_turn()
+    del histories["x_00001"]
+    assert not is_my_turn(), "one has not even started"
+
+
+@needs_tune
+def test_a_resumed_asha_knows_what_was_reported(monkeypatch):
+    engine = importlib.import_module("benchmarks.learning.tune_engine")
+    histories = {x.id: x for x in (history(0, (1, 9.0, 0.9, None)), history(1, (1, 8.0, 0.9, None)))}
+    monkeypatch.setattr(engine.Reporter, "current", SimpleNamespace(histories=histories))
+    scheduler = engine.Asha(time_attr="intervals", metric="objective", mode="max", max_t=9, reduction_factor=3)
+    trials = [SimpleNamespace(trial_id=f"x_0000{i}") for i in range(4)]
+    for trial in trials:
+        scheduler.on_trial_add(None, trial)
+    decisions = [
+        scheduler.on_trial_result(None, trial, {"intervals": 1, "objective": value})
+        for trial, value in zip(trials[2:], (1.0, 10.0), strict=True)
+    ]
+    assert decisions == ["STOP", "CONTINUE"]
 
 
 @needs_tune
