@@ -131,7 +131,8 @@ def history(number: int, *reports: tuple, state: str = "finished") -> History:
     for interval, objective, value, donor in reports:
         line = {"state": "reported", "intervals": interval, "steps": 100 * interval, "objective": objective}
         found.take(line | {"settings": {"gamma": value}, "donor": donor})
-    found.take({"state": state})
+    if state != "reported":
+        found.take({"state": state})
     return found
 
 

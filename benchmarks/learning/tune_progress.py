@@ -4,7 +4,9 @@ import math
 import shutil
 import sys
 import time
+from pathlib import Path
 
+from ray import cloudpickle
 from ray.tune import Callback
 
 from benchmarks.learning.sweep import Journal, indented, last_step
@@ -13,6 +15,13 @@ from benchmarks.learning.tune_space import plain, show
 from benchmarks.learning.tune_trial import Plan
 
 SHOWN = 12  # lines of the table of running trials at most
+
+
+def error_of(trial) -> str:
+    """What a trial has failed by. Ray Tune brings its own copy into the search's folder only later."""
+    file = trial.pickled_error_file
+    error = cloudpickle.loads(Path(file).read_bytes()) if file and Path(file).exists() else None
+    return str(getattr(error, "cause", None) or error or "Ray does not say why")
 
 
 class Table:
@@ -102,8 +111,7 @@ class Reporter(Callback):
     def on_trial_error(self, iteration: int, trials: list, trial, **info) -> None:  # noqa: ARG002
         if self.has_ended(trial):
             return
-        error = trial.get_pickled_error()
-        why, _, output = str(getattr(error, "cause", None) or error).partition("\n")
+        why, _, output = error_of(trial).partition("\n")
         history = self.note(trial.trial_id, "failed", why=why)
         lines = f"; its last lines:\n{indented(output)}" * bool(output)
         self.say(f"failed: trial {history.number}, {show(history.last['settings'])}, {why}{lines}")
