@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from benchmark_helpers import benchmark, benchmark_here, refusal
+from benchmark_helpers import benchmark, benchmark_here, make_line, make_run, refusal
 
 from benchmarks.common.programs import ROOT
 from benchmarks.learning import sweep, tune, tune_report
@@ -94,6 +94,7 @@ def test_search_spaces_that_are_refused(text, message, capsys):
         ({"gpus_per_trial": 1000}, "GPUs are not enough for 1 trials at a time"),
         ({"interval": 10**9}, "is more than a whole run"),
         ({"flags": "--gamma 0.9"}, "--flags: gamma is searched"),
+        ({"flags": "--total-timesteps=9"}, "--flags: total_timesteps is set by tune"),
         ({"flags": "--no-such-flag 1"}, "does not take them"),
         ({"perturb": ("gamma=*1.2",)}, "--perturb is for --scheduler pbt or pb2"),
         ({"scheduler": "pbt"}, "--perturb says which settings are to change"),
@@ -190,6 +191,30 @@ def test_members_report_in_the_order_of_their_returns(tmp_path):
     assert is_my_turn()
     del histories["x_00001"]
     assert not is_my_turn(), "one has not even started"
+
+
+@needs_tune
+def test_the_table_of_what_runs_is_written_in_place(tmp_path, capsys):
+    progress = importlib.import_module("benchmarks.learning.tune_progress")
+    journal = sweep.Journal(tmp_path / "journal.jsonl", {}, resume=False)
+    plan = SimpleNamespace(folder=tmp_path / "trials", seeds=1, last=3)
+    reporter = progress.Reporter(journal, plan, trials=3)
+    report = {"intervals": 1, "steps": 1000, "objective": 12.5, "returns": [12.5], "donor": None}
+    for name in ("x_00000", "x_00001"):
+        reporter.note(name, "started", settings={"gamma": 0.9})
+        reporter.note(name, "reported", settings={"gamma": 0.9}, **report)
+    reporter.note("x_00001", "failed", why="exit code 2")
+    make_run(tmp_path / "trials" / "x_00000" / "seed0", [make_line(1234, 1.0)])
+    lines = reporter.lines(["x_00000"])
+    assert "1/3 trials ended, 1 failed, best so far 12.5 (trial 0)" in lines[0]
+    assert [x.split() for x in lines[1:]] == [
+        ["trial", "steps", "return", "settings"],
+        ["0", "1,234", "12.5", "gamma=0.9"],
+    ]
+    reporter.table.draw(lines)
+    reporter.say("news")
+    shown = capsys.readouterr()
+    assert shown.err.endswith(f"gamma=0.9\n\x1b[{len(lines)}F\x1b[J") and shown.out == "news\n"
 
 
 @needs_tune

@@ -51,6 +51,7 @@ INSTALL = "pip install -r requirements/requirements-tune.txt"
 POPULATIONS = ("pbt", "pb2")
 REDUCTION = 3  # of so many trials that have come to a rung, ASHA lets the best one go on
 INTERVALS_BY_DEFAULT = 10
+KEPT = ("seed", "run_dir", "resume", "override", "checkpoint_every", "env_id", "total_timesteps")  # no --flags
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a trial that asks for no GPU sees those that are there
@@ -135,9 +136,11 @@ def check_flags(options: Options, names: list[str]) -> None:
     """Refuse --flags that the script does not take, or that are searched."""
     words = shlex.split(options.flags)
     typed = {word.partition("=")[0].lstrip("-").replace("-", "_").removeprefix("no_") for word in words}
-    for name in names:
-        if name in typed:
+    for name in typed:
+        if name in names:
             fail(f"--flags: {name} is searched")
+        if name in KEPT:
+            fail(f"--flags: {name} is set by tune, which has flags of its own for the task and the budget")
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             tyro.cli(load_script(SCRIPTS / f"{options.script}.py").Args, args=options.fixed)

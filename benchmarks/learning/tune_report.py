@@ -70,8 +70,8 @@ def importance(options: Options, search: Search, histories: list[History]) -> di
         rows, what = [x.last["settings"] | {OBJECTIVE: x.last[OBJECTIVE]} for x in histories if x.reports], "the return"
     rows = [row for row in rows if not math.isnan(row[OBJECTIVE])]
     names = [name for name in search.spaces() if len({row[name] for row in rows}) > 1]
-    if len(rows) < FEW or not names:
-        return {"method": f"fewer than {FEW} different trials: nothing can be said", "values": {}}
+    if len(rows) < FEW or not names or len({row[OBJECTIVE] for row in rows}) < 2:
+        return {"method": f"nothing can be said of fewer than {FEW} different results", "values": {}}
     if not options.is_population and importlib.util.find_spec("optuna") and importlib.util.find_spec("sklearn"):
         return {"method": f"fANOVA by Optuna: share of the variance of {what}", "values": fanova(search, rows, names)}
     import pandas
