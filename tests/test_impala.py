@@ -6,6 +6,7 @@ One simulated cluster of two nodes (`cluster` in conftest.py) serves all tests t
 import contextlib
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -431,3 +432,23 @@ def test_no_process_outlives_a_run_that_is_stopped(tmp_path, signum):
     outcome = helpers.outcome(tmp_path / "run")
     assert outcome.lines[-1]["global_step"] - outcome.checkpoint["global_step"] <= 1500
     assert signum == signal.SIGKILL or "--resume run" in error
+
+
+@pytest.mark.alone
+def test_cartpole_is_learnt_though_a_runner_is_killed_every_five_seconds(tmp_path):
+    """Each time another one, by SIGKILL; all are counted."""
+    words = ["--env-id", "CartPole-v1", "--num-runners", "2", "--no-tensorboard", "--device", "cpu", "--run-dir", "run"]
+    run, kills = helpers.start(EAGER, *words, cwd=tmp_path), 0
+    log = tmp_path / "run" / "metrics.jsonl"
+    while run.poll() is None:
+        time.sleep(5)
+        runners = sorted(x for x in descendants(run.pid) if "RemoteRunner" in command_of(x))
+        if runners and log.exists():
+            os.kill(runners[kills % len(runners)], signal.SIGKILL)
+            kills += 1
+    output, error = run.communicate()
+    assert run.returncode == 0, error
+    restarts = helpers.outcome(tmp_path / "run").lines[-1]["runners/restarts"]
+    assert kills > 2 and kills - 1 <= restarts <= kills  # the last one may have come after the end
+    last_return = float(re.search(r"mean return of the last 100 episodes ([0-9.]+)", output)[1])
+    assert last_return >= 475
