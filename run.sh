@@ -12,6 +12,8 @@ usage: ./run.sh COMMAND [FLAGS]
   diff PAIR             what a pair differs in, as in `diff ppo`: hunk by hunk, each with its reason
   sweep [FLAGS]         train scripts x variants x seeds and report; --scripts, --seeds, --total-timesteps, --resume,
                         --ray-address auto --cpus-per-run 1 over the nodes of a Ray cluster
+  tune [FLAGS]          search settings, or train a population that changes them, by Ray Tune; --script, --search,
+                        --scheduler asha pbt pb2, --perturb, --resume DIR
   report RUNS...        table, learning curves and verdicts from run folders; --out DIR
   throughput [FLAGS]    measure steady steps/s of each script and variant; --scripts, --variants, --rounds, --seconds,
                         --peers sb3 sbx rllib to measure Stable-Baselines3, SBX and RLlib beside them
@@ -50,7 +52,7 @@ find_python() {
 install() {
   local folder=$root/requirements file stamp
   file=$folder/$1.txt
-  stamp=$root/.venv/$1.$(cat "$file" "$folder"/{requirements,requirements-ray,constraints}.txt | cksum | cut -d ' ' -f 1)
+  stamp=$root/.venv/$1.$(cat "$file" "$folder"/{requirements,requirements-ray,requirements-tune,constraints}.txt | cksum | cut -d ' ' -f 1)
   if [ -e "$stamp" ]; then return; fi
   local python
   python=$(find_python)
@@ -87,6 +89,7 @@ case $command in
     case " $* " in *_ray* | *" --ray-address"* | *" --ray_address"*) install requirements-ray ;; esac
     ;;
   env-pools | speedrun | time-to-score) install requirements-benchmark ;;
+  tune) install requirements-tune ;;
   scaling)
     install requirements-benchmark
     install requirements-ray

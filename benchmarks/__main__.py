@@ -27,6 +27,7 @@ COMMANDS = {
     "sweep": "benchmarks.learning.sweep",
     "throughput": "benchmarks.throughput.throughput",
     "time-to-score": "benchmarks.learning.time_to_score",
+    "tune": "benchmarks.learning.tune",
 }
 NEEDED = ("torch", "tensordict", "gymnasium", "numpy", "tyro", "tqdm", "matplotlib")  # by all that is imported here
 

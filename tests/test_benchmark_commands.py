@@ -58,6 +58,7 @@ def test_paths_are_those_of_the_folder_of_the_caller(checkout):
         (("rollout", "--compile-actor", "off", "ort"), "requirements-benchmark"),
         (("throughput", "--scripts", "ppo"), "requirements"),
         (("throughput", "--peers", "sb3"), "requirements-benchmark"),
+        (("tune", "--script", "ppo"), "requirements-tune"),
         (("test",), "requirements-test"),
     ],
 )

@@ -1,0 +1,173 @@
+"""The search itself: Ray Tune with its schedulers and searchers, driven by what ./run.sh tune was told."""
+
+import json
+import logging
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import ray
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, PopulationBasedTraining, TrialScheduler
+from ray.tune.search.basic_variant import BasicVariantGenerator
+
+from benchmarks.common.programs import fail
+from benchmarks.learning.sweep import Journal
+from benchmarks.learning.tune import REDUCTION, Options, Search, start_ray
+from benchmarks.learning.tune_history import INTERVALS, OBJECTIVE
+from benchmarks.learning.tune_progress import Reporter
+from benchmarks.learning.tune_report import finish
+from benchmarks.learning.tune_space import Space, plain
+from benchmarks.learning.tune_trial import Plan, Trial
+
+NAME = "tune"  # of Ray Tune's own folder in OUT
+CHECKPOINTS = 4  # of a trial that are kept: one that is to be copied must not be gone by then
+
+
+class Asha(ASHAScheduler):
+    """ASHA that knows, when a search is resumed, what trials had reported: Ray Tune does not keep that."""
+
+    def on_trial_add(self, tune_controller, trial) -> None:
+        super().on_trial_add(tune_controller, trial)
+        history = Reporter.current.histories.get(trial.trial_id)
+        for report in history.reports if history else ():
+            self.on_trial_result(tune_controller, trial, report)
+
+
+class SideBySide:
+    """Mixed into a population's scheduler: nobody pauses for members that wait, if there is a place for each of them.
+
+    Ray Tune would pause all while one is being restarted, so that they all would be, at each interval.
+    """
+
+    have_places = False
+
+    def on_trial_result(self, tune_controller, trial, result: dict) -> str:
+        decision = super().on_trial_result(tune_controller, trial, result)
+        return TrialScheduler.CONTINUE if decision == TrialScheduler.PAUSE and self.have_places else decision
+
+
+class Pbt(SideBySide, PopulationBasedTraining):
+    """Population-based training (Jaderberg et al. 2017, 1711.09846)."""
+
+
+def explorer(perturbed: dict[str, Space]) -> Callable[[dict], dict]:
+    """What is done with a copied trial's settings, after Ray Tune has shifted those from lists and ranges."""
+
+    def explore(settings: dict) -> dict:
+        for name, space in perturbed.items():
+            value = plain(settings[name])
+            if space.kind == "factor":
+                factor = space.numbers[0]
+                new = value * random.choice((factor, 1 / factor))
+                value = round(new) if isinstance(value, int) else new
+            settings[name] = space.within(value) if isinstance(value, int | float) else value
+        return settings
+
+    return explore
+
+
+def scheduler_of(options: Options, search: Search, plan: Plan):
+    """Ray Tune's scheduler, by intervals: steps would be late by parts of a rollout, and a decision would be missed."""
+    if options.scheduler == "asha":
+        return Asha(time_attr=INTERVALS, max_t=plan.last, reduction_factor=REDUCTION)
+    if options.scheduler == "none":
+        return FIFOScheduler()
+    common = {"time_attr": INTERVALS, "perturbation_interval": 1, "log_config": False}
+    common["custom_explore_fn"] = explorer(search.perturbed)
+    if options.scheduler == "pbt":
+        kept = {name: space for name, space in search.perturbed.items() if space.kind != "factor"}
+        shifted = {x: list(space.numbers) if space.kind == "list" else space.domain() for x, space in kept.items()}
+        scheduler = Pbt(hyperparam_mutations=shifted, **common)
+    else:
+        from ray.tune.schedulers.pb2 import PB2  # needs scikit-learn
+
+        bounds = {name: list(space.numbers) for name, space in search.perturbed.items()}
+        scheduler = type("Pb2", (SideBySide, PB2), {})(hyperparam_bounds=bounds, **common)
+    scheduler.have_places = plan.members > 0
+    return scheduler
+
+
+def searcher_of(options: Options):
+    """What draws the settings."""
+    if options.search_algorithm == "optuna":
+        import optuna
+        from ray.tune.search.optuna import OptunaSearch
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        return OptunaSearch(seed=options.search_seed)
+    return BasicVariantGenerator(random_state=options.search_seed)
+
+
+def plan_of(options: Options, search: Search) -> Plan:
+    flags = [*options.fixed, f"--checkpoint-every={options.interval}", "--no-tensorboard"]
+    return Plan(
+        program=tuple(options.program),
+        flags=tuple(flags),
+        folder=(options.out / "trials").resolve(),
+        total_timesteps=options.total_timesteps,
+        interval=options.interval,
+        seeds=options.seeds_per_trial,
+        slots=options.jobs,
+        perturbed=tuple(search.perturbed),
+        members=options.population if options.is_population and options.jobs >= options.population else 0,
+    )
+
+
+def has_snapshot(folder: Path) -> bool:
+    """Whether Ray Tune has noted trials from which it can go on; SystemExit(2) if what it noted is broken."""
+    found = sorted(folder.glob("experiment_state-*.json"))
+    try:
+        return bool(found) and bool(json.loads(found[-1].read_text())["trial_data"])
+    except (ValueError, KeyError):
+        fail(f"Ray Tune's last snapshot of the search, {found[-1]}, is broken")
+
+
+def search_all(options: Options, search: Search, plan: Plan, reporter: Reporter) -> None:
+    """Run all trials, or those that have not ended yet, to their ends."""
+    logging.getLogger("ray").setLevel(logging.CRITICAL)  # a failed trial is reported in a line, by its own output
+    start_ray(options)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put its own in the place of that of `stoppable`
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
+    bundle = {"CPU": 1, "GPU": options.gpus_per_trial}
+    trainable = tune.with_resources(
+        tune.with_parameters(Trial, plan=plan), tune.PlacementGroupFactory([{k: v for k, v in bundle.items() if v}])
+    )
+    folder = options.out.resolve()
+    if has_snapshot(folder / NAME):
+        tuner = tune.Tuner.restore(str(folder / NAME), trainable=trainable)
+    else:
+        tuner = tune.Tuner(
+            trainable,
+            param_space=search.parameters(options.script),
+            tune_config=tune.TuneConfig(
+                metric=OBJECTIVE,
+                mode="max",
+                scheduler=scheduler_of(options, search, plan),
+                search_alg=searcher_of(options),
+                num_samples=options.size,
+                reuse_actors=True,
+            ),
+            run_config=tune.RunConfig(
+                name=NAME,
+                storage_path=str(folder),
+                verbose=0,
+                callbacks=[reporter],
+                checkpoint_config=tune.CheckpointConfig(num_to_keep=CHECKPOINTS),
+            ),
+        )
+    try:
+        tuner.fit()
+    finally:
+        reporter.table.clear()
+        ray.shutdown()
+
+
+def run(options: Options, search: Search, journal: Journal) -> int:
+    """Search, check what was found, and report; the exit code."""
+    plan = plan_of(options, search)
+    reporter = Reporter(journal, plan, options.size)
+    if sum(history.has_ended for history in reporter.histories.values()) < options.size:
+        search_all(options, search, plan, reporter)
+    return finish(options, search, list(reporter.histories.values()))
