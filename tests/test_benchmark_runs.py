@@ -90,6 +90,17 @@ def test_a_run_of_rollouts_is_complete_with_the_last_of_them(tmp_path):
     assert not runs.read_run(make_run(tmp_path / "dqn", lines)).is_complete
 
 
+def test_a_run_over_ray_is_complete_by_its_steps_and_resets(tmp_path):
+    """Its lines come by steps, each with as many resets as episodes: here 18 steps and 2 resets."""
+    lines = [make_line(18 * i, 1.0, 2) for i in range(1, 11)]
+    args = {"num_steps": 10, "num_runners": 2, "envs_per_runner": 5, "log_every": 20}
+    run = runs.read_run(make_run(tmp_path / "whole", lines, total=200, args=args))
+    assert run.rollout == 100 and run.is_complete
+    assert not runs.read_run(make_run(tmp_path / "stopped", lines[:9], total=200, args=args)).is_complete
+    alone = runs.read_run(make_run(tmp_path / "alone", lines, total=200, args=args | {"num_runners": 0}))
+    assert alone.rollout == 50 and alone.is_complete
+
+
 def test_steps_that_fall_back_replace_earlier_lines(tmp_path):
     lines = [make_line(500, 1.0, 1), make_line(800, 2.0, 1), make_line(600, 3.0, 1), make_line(1000, 4.0, 1)]
     run = runs.read_run(make_run(tmp_path / "a", lines))

@@ -79,8 +79,8 @@ class Run:
     @property
     def rollout(self) -> int:
         """Rows of a rollout; 1 where there are none."""
-        sizes = ("num_steps", "num_workers", "envs_per_worker", "num_envs")
-        return math.prod(self.args.get(name, 1) for name in sizes) if "num_steps" in self.args else 1
+        sizes = ("num_steps", "num_workers", "envs_per_worker", "num_envs", "num_runners", "envs_per_runner")
+        return math.prod(self.args.get(name, 1) or 1 for name in sizes) if "num_steps" in self.args else 1
 
     @property
     def budget(self) -> int | None:
@@ -90,10 +90,12 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        # A rollout of PPO, a line of its log, has fewer steps than rows: one in which an environment was reset is none
-        if "num_steps" in self.args:
+        # A rollout of PPO has fewer steps than rows: one in which an environment was reset is none. It is a line of the
+        # log, but over Ray, where lines come by steps and resets are counted by the episodes that ended
+        if "num_steps" in self.args and "log_every" not in self.args:
             return bool(self.lines) and len(self.lines) >= DONE * (self.budget or 0) / self.rollout
-        return bool(self.lines) and self.steps >= DONE * (self.budget or 0)
+        resets = np.nansum(self.column("charts/episodes")) if "num_steps" in self.args else 0
+        return bool(self.lines) and self.steps + resets >= DONE * (self.budget or 0)
 
     def until(self, step: int) -> "Run":
         """The run as it was after so many steps."""
