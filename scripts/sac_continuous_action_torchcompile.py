@@ -143,10 +143,10 @@ class Actor(nn.Module):
         mean, squashed_log_std = self.net(obs).chunk(2, dim=1)
         return mean, -5 + 3.5 * (squashed_log_std.tanh() + 1)  # within -5 and 2
 
-    def sample(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """Observation (B, O) -> random action (B, A) and its log-probability (B,)."""
+    def sample(self, obs: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Observation (B, O), normal noise (B, A), if it is given -> random action (B, A), its log-probability (B,)."""
         mean, log_std = self(obs)
-        noise = torch.randn_like(mean)
+        noise = torch.randn_like(mean) if noise is None else noise
         x = mean + log_std.exp() * noise
         return self.center + self.scale * x.tanh(), squashed_log_prob(x, noise, log_std, self.scale)
 
@@ -226,9 +226,9 @@ def train(args: Args) -> Path:
     buffer = ReplayBuffer(args.buffer_size, envs.obs_dim, action_dim, device)
 
     @torch.no_grad()
-    def act(obs: Tensor) -> Tensor:
-        """Observation (N, O) -> an action drawn from the policy (N, A)."""
-        return actor.sample(obs)[0]
+    def act(obs: Tensor, noise: Tensor) -> Tensor:
+        """Observation (N, O), normal noise (N, A) -> an action drawn from the policy (N, A)."""
+        return actor.sample(obs, noise)[0]
 
     def step_critics() -> tuple[Tensor, ...]:
         """One step on the soft Bellman error of both critics, equation (5) -> the batch's observations, 5 metrics."""
@@ -283,29 +283,31 @@ def train(args: Args) -> Path:
         actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer, alpha_optimizer=alpha_optimizer,
         **({"buffer": buffer} if args.save_replay else {}),
     )  # fmt: skip
-    losses, statistics = None, EpisodeStatistics(args.num_envs)
-    # A resumed run that has lost its replay buffer fills it first
-    first_update = args.learning_starts + (0 if args.save_replay else run.step)
+    losses, statistics, courier = None, EpisodeStatistics(args.num_envs), Courier(act, action_dim, device)
+    first_update = args.learning_starts + (0 if args.save_replay else run.step)  # a lost replay is first filled anew
     obs, done = envs.reset(), np.zeros(args.num_envs, dtype=bool)
     while run.goes_on():
         # Act, at random until learning starts
         if run.step < args.learning_starts:
             action = np.random.uniform(low, high, (args.num_envs, action_dim)).astype(np.float32)
         else:
-            action = act(torch.from_numpy(obs.astype(np.float32)).to(device)).cpu().numpy()
+            action = courier.answer(obs)
 
         # Step the environment. A truncated episode still has a future: only `terminated` is stored
         next_obs, reward, terminated, truncated = envs.step(action)
         valid = ~done  # where an episode had ended, this step was a reset
         columns = (obs, action, reward[:, None], next_obs, terminated[:, None])
-        buffer.add(torch.from_numpy(np.concatenate(columns, axis=1, dtype=np.float32)[valid]).to(device))
+        buffer.add(courier.send(np.concatenate(columns, axis=1, dtype=np.float32)[valid]))
         obs, done, num_rows = next_obs, terminated | truncated, int(valid.sum())
         run.episodes += statistics.update(reward[None], done[None], valid[None])
         run.step += num_rows
+        num_steps = (args.gradient_steps or num_rows) if num_rows and run.step > first_update else 0
+        # Where only critics will learn, the policy acts first: so a GPU learns while the environment steps
+        if 0 < num_steps < args.policy_frequency - run.num_updates % args.policy_frequency and not run.is_due():
+            courier.ask(obs)
 
         # Learn
-        num_steps = num_rows if args.gradient_steps is None else args.gradient_steps * bool(num_rows)
-        for _ in range(num_steps if run.step > first_update else 0):
+        for _ in range(num_steps):
             run.num_updates += 1
             if run.num_updates % args.policy_frequency == 0:
                 losses = update_both()
@@ -393,6 +395,44 @@ def move_towards(target: nn.Module, online: nn.Module, tau: float | Tensor = 1.0
     """Each parameter of `target` becomes (1 - tau) times itself plus tau times that of `online`: for tau = 1 a copy."""
     targets, onlines = list(target.parameters()), list(online.parameters())
     torch._foreach_lerp_(targets, onlines, [tau] * len(targets) if isinstance(tau, Tensor) else tau)
+
+
+class Courier:
+    """Takes arrays to the device, and actions back; the host waits for these only, not for what is learnt after them.
+
+    On CUDA by way of pinned memory, which the device reads and writes while the host goes on. PyTorch lends it anew
+    each time, and lends it again only when the device is done with it. On a CPU nothing is copied.
+    """
+
+    def __init__(self, act, action_dim: int, device: torch.device):
+        self.act, self.action_dim, self.device, self.action = act, action_dim, device, None
+        self.has_come = torch.cuda.Event() if device.type == "cuda" else None
+
+    def send(self, array: np.ndarray) -> Tensor:
+        """An array, which must not change any more, as a tensor on the device."""
+        tensor = torch.from_numpy(array)
+        return tensor if self.has_come is None else tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def ask(self, obs: np.ndarray) -> None:
+        """Let the device act on observations (N, O) as it is now, before anything that it is told to do later.
+
+        NumPy draws the noise, and PyTorch that of learning: either has the same numbers whichever is first. But not
+        before a line of the log, with which a checkpoint may come: a resumed run draws the noise of its first action.
+        """
+        noise = np.random.standard_normal((len(obs), self.action_dim))
+        action = self.act(self.send(obs.astype(np.float32)), self.send(noise.astype(np.float32)))
+        self.action = action.to("cpu", non_blocking=True)  # into pinned memory
+        if self.has_come is not None:
+            self.has_come.record()
+
+    def answer(self, obs: np.ndarray) -> np.ndarray:
+        """The action (N, A) on these observations, which it may have been asked for before. Here the host waits."""
+        if self.action is None:
+            self.ask(obs)
+        if self.has_come is not None:
+            self.has_come.synchronize()
+        action, self.action = self.action.numpy(), None
+        return action
 
 
 class EpisodeStatistics:

@@ -10,10 +10,11 @@ them; code compiled by the backend "aot_eager" does not.
 """
 
 import contextlib
+import math
 import traceback
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 from unittest import mock
 
 import torch
@@ -191,6 +192,35 @@ class EmulatedGraph:
         return sum(operation.is_launch for operation in self.operations or ())
 
 
+class EmulatedEvent:
+    """torch.cuda.Event of a device that is slow: what it copies to the host without blocking is not there, but NaN is,
+    until the host has waited for an event that was recorded after the copy."""
+
+    under_way: ClassVar[list] = []  # (on the host, what will be there) of copies that no event is behind
+
+    def __init__(self):
+        self.copies = []
+
+    def record(self) -> None:
+        self.copies += self.under_way
+        self.under_way.clear()
+
+    def synchronize(self) -> None:
+        for copy, x in self.copies:
+            copy.copy_(x)
+        self.copies.clear()
+
+
+def copied(x: Tensor, *args, to=Tensor.to, **kwargs) -> Tensor:
+    """Tensor.to; a copy to the host that does not block comes late."""
+    to_host = args == ("cpu",) and not isinstance(args[0], GraphDevice)
+    if not to_host or not kwargs.get("non_blocking"):
+        return to(x, *args, **kwargs)
+    late = torch.full_like(x, math.nan)
+    EmulatedEvent.under_way.append((late, x.clone()))
+    return late
+
+
 class GraphDevice(str):
     """A device that PyTorch takes for the CPU, and a script for a GPU: all its branches for CUDA are taken."""
 
@@ -216,6 +246,10 @@ def use_graphs(
 
     monkeypatch.setattr(script, "CudaGraphModule", record)
     monkeypatch.setattr(script, "validate", lambda args: GraphDevice(validate(args)))
+    monkeypatch.setattr(torch.cuda, "Event", EmulatedEvent)
+    monkeypatch.setattr(EmulatedEvent, "under_way", [])
+    monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)
+    monkeypatch.setattr(Tensor, "to", copied)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device=None: (2**40, 2**40))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a CPU that plays a GPU")
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.zeros(1, dtype=torch.uint8))

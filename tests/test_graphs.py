@@ -3,11 +3,14 @@
 On a CPU by the emulator; on a GPU the same tests also run with the real CudaGraphModule.
 """
 
+import itertools
+
 import helpers
+import numpy as np
 import pytest
 import torch
-from graph_emulator import EmulatedGraph, RefusedCapture, use_graphs
-from helpers import EAGER, in_float64, load, needs_cuda, on_policy, resume
+from graph_emulator import EmulatedEvent, EmulatedGraph, RefusedCapture, use_graphs
+from helpers import EAGER, defining, in_float64, load, needs_cuda, on_policy, resume
 from parity import CLOSE, assert_agree, check_course
 from tensordict.nn import CudaGraphModule
 
@@ -18,6 +21,8 @@ each_graph = pytest.mark.parametrize(
 )
 each_backend = pytest.mark.parametrize("backend", [None, "aot_eager"])
 each_pair = pytest.mark.parametrize("name", EAGER)
+CONTINUOUS = [name for name in EAGER if hasattr(load(name), "Critic")]
+TO_HOST = ("cpu", "numpy", "tolist", "item", "__bool__")
 
 # What a graph does to a function
 
@@ -239,6 +244,48 @@ def test_number_of_launches(train_with_graphs, name):
     assert len(launches) == len(TABLE[name].launches)
     for now, before in zip(launches, TABLE[name].launches, strict=True):
         assert 0.95 * before <= now <= before, f"{launches} launches"
+
+
+# Off-policy scripts whose host need not wait for what the device learns
+
+
+def between_steps(course):
+    """What was noted after one step of the environment and before the next."""
+    ends = [i for i, word in enumerate(course) if word == "step"]
+    return [tuple(course[a + 1 : b]) for a, b in itertools.pairwise(ends)]
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_host_waits_once_a_step_for_the_action(train_with_graphs, monkeypatch, name):
+    """The device is told to act before it is told to learn, if the actor stays as it is; else after that."""
+    course = []
+
+    def note(owner, name, word):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: course.append(word) or function(*args, **kwargs))
+
+    class Noted(EmulatedGraph):
+        def __call__(self, *args):
+            course.append(self.module.__name__)
+            return super().__call__(*args)
+
+    note(load(f"{name}_torchcompile").Envs, "step", "step")
+    note(EmulatedEvent, "synchronize", "wait")
+    for way in TO_HOST:
+        note(torch.Tensor, way, way)
+    train_with_graphs(f"{name}_torchcompile", None, Noted, log_every=1000, checkpoint_every=1000, num_envs=1)
+    at_random, learning = between_steps(course)[:95], between_steps(course)[150:]
+    assert set(at_random) == {()}
+    alone, both = ("act", "update_critics", "wait", "numpy"), ("update_both", "act", "wait", "numpy")
+    assert set(learning) == {alone, both, ("act", "wait", "numpy")}  # the last, where a step was a reset
+    assert abs(learning.count(alone) - learning.count(both)) <= 1
+
+
+@needs_cuda
+def test_actions_come_by_pinned_memory():
+    courier = defining("Courier").Courier(lambda obs, noise: obs + 0 * noise[:, :1], 1, torch.device("cuda"))
+    courier.ask(np.ones((2, 3)))
+    assert courier.action.is_pinned() and courier.answer(None).tolist() == [[1.0] * 3] * 2
 
 
 # What the emulator must find: each of these changes nothing in a script whose functions are not replayed

@@ -115,6 +115,16 @@ def test_gradient_steps_are_those_of_a_vector_step(train, name):
     assert run.checkpoint["num_updates"] == 3 * (400 - 100) // 4
 
 
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_the_policy_acts_the_same_before_critics_learn_and_after(train, name):
+    """Where a line of the log is due, it acts after: in one of these runs always, in the other never."""
+    often, never = (train(name, log_every=every, num_envs=2, sync_envs=True).checkpoint for every in (1, 10**6))
+    for part in ("actor", "critics", "critic_optimizer"):
+        assert all(torch.equal(x, never[part][key]) for key, x in often[part].items())
+    assert torch.equal(often["buffer"]["rows"], never["buffer"]["rows"])
+    assert often["rng"]["numpy"] == never["rng"]["numpy"] and torch.equal(often["rng"]["torch"], never["rng"]["torch"])
+
+
 def test_epsilon_is_annealed_in_both_twins(train):
     for name in "dqn", "dqn_torchcompile":
         settings = {"exploration_fraction": 0.5, "epsilon_end": 0.05}
