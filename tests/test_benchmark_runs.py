@@ -139,19 +139,22 @@ def test_variant(tmp_path, script, flags, device, variant):
 
 
 @pytest.mark.parametrize(
-    ("flags", "precision"),
+    ("flags", "variation"),
     [
         ({"matmul_precision": "highest"}, ""),
         ({"matmul_precision": "medium"}, "--matmul-precision medium"),
         ({"bf16": False}, ""),
         ({"bf16": True}, "--bf16"),
+        ({"rollout": "batched", "sync_gradients": True}, ""),
+        ({"rollout": "first-ready"}, "--rollout first-ready"),
+        ({"sync_gradients": False}, "--no-sync-gradients"),
     ],
 )
-def test_runs_of_a_lower_precision_are_a_group_of_their_own(tmp_path, flags, precision):
+def test_runs_of_a_lower_precision_or_another_way_to_collect_are_a_group_of_their_own(tmp_path, flags, variation):
     plain, own = (runs.read_run(make_run(tmp_path / name, [], args=args)) for name, args in (("a", {}), ("b", flags)))
-    assert (plain.precision, own.precision) == ("", precision)
+    assert (plain.variation, own.variation) == ("", variation)
     names = {key[2] for key in runs.groups([plain, own])}
-    assert names == {"eager", f"eager {precision}".strip()}
+    assert names == {"eager", f"eager {variation}".strip()}
 
 
 def test_groups_and_duplicate_seeds(tmp_path):

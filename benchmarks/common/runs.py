@@ -59,12 +59,12 @@ class Run:
         return list(dict.fromkeys(str(commit) for commit in [self.config.get("commit"), *resumed]))
 
     @property
-    def precision(self) -> str:
-        """The flags of a run that computes more coarsely than in float32; empty for others."""
-        exact = {"matmul_precision": "highest", "bf16": False}
-        lowered = {name: self.args[name] for name in exact if self.args.get(name, exact[name]) != exact[name]}
-        flags = [f"--{name.replace('_', '-')}" + f" {value}" * (value is not True) for name, value in lowered.items()]
-        return " ".join(flags)
+    def variation(self) -> str:
+        """The flags of a run that computes more coarsely than in float32, or collects otherwise; empty for others."""
+        usual = {"matmul_precision": "highest", "bf16": False, "rollout": "batched", "sync_gradients": True}
+        others = {name: self.args[name] for name in usual if self.args.get(name, usual[name]) != usual[name]}
+        words = {True: "--{}", False: "--no-{}"}
+        return " ".join(words.get(x, "--{} " + str(x)).format(name.replace("_", "-")) for name, x in others.items())
 
     @property
     def steps(self) -> int:
@@ -249,11 +249,11 @@ def groups(runs: list[Run]) -> dict[tuple[str, str, str], list[Run]]:
 
     def key(run: Run) -> tuple:
         place = order.index(run.variant) if run.variant in order else len(order)
-        return run.script, run.env_id, place, run.variant, run.precision, str(run.seed)
+        return run.script, run.env_id, place, run.variant, run.variation, str(run.seed)
 
     result = {}
     for run in sorted(runs, key=key):
-        variant = f"{run.variant} {run.precision}".strip()
+        variant = f"{run.variant} {run.variation}".strip()
         result.setdefault((run.script, run.env_id, variant), []).append(run)
     return result
 
