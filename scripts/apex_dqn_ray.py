@@ -1190,7 +1190,8 @@ class Replay:
 
         So the learner never waits for a GPU: what comes from there is read when the next batch is being learnt from.
         """
-        error, copied = error.to("cpu", non_blocking=True), torch.cuda.Event() if error.is_cuda else None
+        copied = torch.cuda.Event() if self.device.type == "cuda" else None
+        error = error.to("cpu", non_blocking=True)
         if copied:
             copied.record()
         late, self.late = self.late, (self.place, error, copied)

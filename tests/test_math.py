@@ -201,7 +201,8 @@ def test_adam_minds_how_weights_and_gradients_lie_in_memory(max_norm, device):
 def test_adam_goes_on_from_its_state(compiled):
     torch.manual_seed(1)
     one = network()
-    optimizers = [defining("Adam").Adam(one, 1e-2)]
+    optimizers = [defining("Adam").Adam(one, 0.5)]
+    optimizers[0].learning_rate.fill_(1e-2)  # by a schedule
     gradients = [torch.autograd.grad(one(torch.randn(16, 4)).square().mean(), list(one.parameters())) for _ in range(6)]
     for gradient in gradients[:3]:
         step_of(optimizers[0], compiled)(gradient)

@@ -252,7 +252,7 @@ def test_resuming_a_finished_run_changes_nothing(train, name):
     after = contents(run.run_dir)
     config, config_before = (json.loads(x.pop("config.json")) for x in (after, before))
     assert after == before
-    assert config.pop("resumed") == [{"global_step": run.steps()[-1], "commit": config["commit"]}]
+    assert config.pop("resumed") == [{"global_step": run.steps()[-1], "commit": config["commit"], "changed": {}}]
     assert config == config_before
 
 
