@@ -10,6 +10,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import helpers
 import pytest
 import tiny_envs
+import torch
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -33,6 +34,7 @@ def no_traces():
     """A training that was broken off leaves its signal handlers behind; the recorded actions are of one test only."""
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     tiny_envs.received.clear()
+    torch.set_float32_matmul_precision("highest")  # as a process begins; SAC, TD3 and Atari choose it, PPO does not
     yield
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
