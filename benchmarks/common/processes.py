@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def free_slots(memory: int) -> int:
 
 
 @dataclass(eq=False)
-class Started:
+class Started(ABC):
     """A program that was started, here or elsewhere: the file with its output, and how to wait for it and to end it."""
 
     output: Path
@@ -37,21 +38,21 @@ class Started:
     seconds: float = field(default=0.0, kw_only=True)  # that it ran
     asked: bool = field(default=False, kw_only=True)  # to end
 
+    @abstractmethod
     def poll(self) -> int | None:
         """The exit code, negative for a signal, or None while it runs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def ask(self, signum: int) -> None:
         """Ask it to end in good order; once only, as a second signal would kill a script."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kill(self) -> None:
         """End it at once."""
-        raise NotImplementedError
 
+    @abstractmethod
     def resources(self) -> dict:
         """What it took, once it has ended."""
-        raise NotImplementedError
 
     def wait(self, seconds: float) -> int | None:
         """The exit code once it has ended, or None if it still runs after so long."""

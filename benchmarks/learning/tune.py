@@ -79,9 +79,7 @@ class Options:
     interval: int | None = None  # environment steps between two decisions; by default a tenth of the whole
     seeds_per_trial: int = 1  # runs of each trial, each with a seed of its own
     check_seeds: int = 5  # fresh seeds on which the best and the default settings are trained at the end; 0: none
-    cpus_per_trial: float | None = (
-        None  # CPU cores, or a fraction of one; by default 1, all of a population side by side
-    )
+    cpus_per_trial: float | None = None  # CPU cores, also fractions; by default 1, or all of a population side by side
     gpus_per_trial: float = 0.0  # GPUs, or a fraction of one; at 0 trials share what there is
     jobs: int | None = None  # trials side by side; by default as many as there are cores and GPUs for
     flags: str = ""  # more flags for all runs, as in --flags="--num-envs 8"
