@@ -235,21 +235,23 @@ class PrioritizedReplay:
         leaf, priority = self.fragments.add(*fragment)
         self.tree[leaf] = priority**self.args.priority_exponent
 
-    def sample(self) -> tuple[np.ndarray, ...] | None:
-        """A batch, and where it is from: place (B,), observation (B, O), the one after the return (B, O), and (B, 4):
+    def sample(self, count: int) -> tuple[np.ndarray, ...] | None:
+        """N = `count` batches in a row: places (N * B,), observations, those after the returns (N * B, O), columns.
 
-        action, n-step return, discount, importance weight (B,), section 3.4 of Schaul et al. None if there is nothing.
+        Columns (N * B, 4): action, n-step return, discount, importance weight (section 3.4 of Schaul et al.). A batch
+        has one transition from each of B equal parts of the sum of all priorities. None if there is nothing.
         """
         if not self.tree.sums[1]:
             return None
-        leaf = self.tree.sample(self.args.batch_size)
+        leaf = self.tree.sample(count * self.args.batch_size).reshape(-1, count).T
         priority = self.tree[leaf]
-        weight = (priority / priority.min()) ** -self.args.importance_exponent  # 1 for the rarest, less for the others
-        place, obs, next_obs, rows = self.fragments.read(leaf)
-        return place, obs, next_obs, np.column_stack([rows, weight.astype(np.float32)])
+        rarest = priority.min(1, keepdims=True)  # of its batch; it weighs 1, the others less
+        weight = (priority / rarest) ** -self.args.importance_exponent
+        place, obs, next_obs, rows = self.fragments.read(leaf.ravel())
+        return place, obs, next_obs, np.column_stack([rows, weight.ravel().astype(np.float32)])
 
     def prioritize(self, place: np.ndarray, error: np.ndarray) -> None:
-        """Priorities of a batch (B,) by the size of its errors, unless it has been written over meanwhile."""
+        """Priorities by the size of errors, at places as `sample` gave them that were not written over meanwhile."""
         leaf, is_there = self.fragments.find(place)
         self.tree[leaf[is_there]] = (error[is_there] + 1e-6) ** self.args.priority_exponent
 
@@ -375,7 +377,7 @@ def train(args: Args) -> Path:
         seen = run.step
 
         # Learn. The samples that new transitions allow for, all of them before more transitions are taken
-        while owed >= 1 and (batch := replay.sample()):
+        while owed >= 1 and (batch := replay.sample(int(owed))):
             losses, error = update(*batch)
             replay.write_back(error)
             run.num_updates, owed = run.num_updates + 1, owed - 1
@@ -809,7 +811,7 @@ class SumTree:
     def __init__(self, num_leaves: int):
         self.depth = max(2, (num_leaves - 1).bit_length())
         self.sums = np.zeros(2 << self.depth)
-        self.top = 1 << self.depth // 2  # in the upper half, a level is small enough to be searched as a whole
+        self.top = 1 << self.depth // 2  # in the upper half, a level is small enough to be read as a whole
 
     def __getitem__(self, leaf: np.ndarray) -> np.ndarray:
         return self.sums[leaf + (1 << self.depth)]
@@ -817,9 +819,12 @@ class SumTree:
     def __setitem__(self, leaf: np.ndarray, priority: np.ndarray) -> None:
         node = leaf + (1 << self.depth)
         self.sums[node] = priority
-        for _ in range(self.depth):
+        for _ in range(self.depth - self.depth // 2):
             node >>= 1
             self.sums[node] = self.sums.take(2 * node) + self.sums.take(2 * node + 1)
+        size = self.top
+        while size := size // 2:
+            self.sums[size : 2 * size] = self.sums[2 * size : 4 * size].reshape(-1, 2).sum(1)
 
     def sample(self, count: int) -> np.ndarray:
         """Leaves (count,), each drawn in proportion to its priority, one from each of `count` equal parts of the sum.
@@ -1176,22 +1181,31 @@ class NumberedRunners(RayRunners):
 class Replay:
     """What the learner sees of its replay, wherever it is."""
 
+    AT_ONCE = 16  # batches that the paper's learner gets ahead: NumPy draws them in the time of two or three
+
     def __init__(self, args: Args, runners: "Runners", device: torch.device):
         self.args, self.runners, self.device = args, runners, device
-        self.place, self.late = None, None
+        self.at_once = 1 if sees_frames(runners.spaces[0]) else self.AT_ONCE  # 16 batches of frames take 230 MB
+        self.batches, self.errors, self.place, self.late = deque(), [], None, None
 
-    def sample(self) -> list[Tensor] | None:
-        """A batch for `update`, on the device; None if there is nothing to draw."""
-        self.place, batch = self.draw()
-        return None if batch is None else [torch.from_numpy(x).to(self.device) for x in batch]
+    def sample(self, count: int) -> tuple[Tensor, ...] | None:
+        """A batch for `update`, on the device, of up to `count` that are drawn together; None if there is nothing."""
+        if not self.batches:
+            self.place, rows = self.draw(min(count, self.at_once))
+            rows = [torch.from_numpy(x).to(self.device).split(self.args.batch_size) for x in rows or ()]
+            self.batches.extend(zip(*rows, strict=True))
+        return self.batches.popleft() if self.batches else None
 
     def write_back(self, error: Tensor) -> None:
-        """Take the errors of the last batch, and make priorities of those of the one before.
+        """Take the errors of a batch; after the last that was drawn with it, make priorities of those drawn before.
 
-        So the learner never waits for a GPU: what comes from there is read when the next batch is being learnt from.
+        So the learner never waits for a GPU: what comes from there is read when the next batches have been learnt from.
         """
+        self.errors.append(error)
+        if self.batches:
+            return
         copied = torch.cuda.Event() if self.device.type == "cuda" else None
-        error = error.to("cpu", non_blocking=True)
+        error, self.errors = torch.cat(self.errors).to("cpu", non_blocking=True), []
         if copied:
             copied.record()
         late, self.late = self.late, (self.place, error, copied)
@@ -1210,9 +1224,9 @@ class LocalReplay(Replay):
         self.shard = PrioritizedReplay(args, runners.spaces[0], args.buffer_size)
         self.add, self.prioritize = self.shard.add, self.shard.prioritize
 
-    def draw(self) -> tuple:
-        place, *batch = self.shard.sample() or (None,)
-        return place, batch or None
+    def draw(self, count: int) -> tuple:
+        place, *rows = self.shard.sample(count) or (None,)
+        return place, rows
 
     def metrics(self) -> dict[str, float]:
         fragments = self.shard.fragments
@@ -1251,8 +1265,8 @@ class RemoteReplay:
     def add(self, fragment: tuple[np.ndarray, ...]) -> None:
         self.shard.add(fragment)
 
-    def sample(self) -> tuple[np.ndarray, ...] | None:
-        return self.shard.sample()
+    def sample(self, count: int) -> tuple[np.ndarray, ...] | None:
+        return self.shard.sample(count)
 
     def prioritize(self, place: np.ndarray, error: np.ndarray) -> None:
         self.shard.prioritize(place, error)
@@ -1330,24 +1344,24 @@ class ReplayShards(Replay):
         self.ray.kill(self.shards[index])
         self.start(index)
 
-    def draw(self) -> tuple:
-        """The batch that was asked for first; more of them are asked for of those that hold something."""
+    def draw(self, count: int) -> tuple:
+        """The batches that were asked for first; more of them are asked for of those that hold something."""
         self.runners.clock.lap("learning")
-        batch = None
-        while batch is None and any(self.num_given.values()):
+        rows = None
+        while rows is None and any(self.num_given.values()):
             filled = [index for index, count in self.num_given.items() if count]
             while len(self.asked) < self.AHEAD * len(filled):
                 index = min(filled, key=[index for index, _ in self.asked].count)
-                self.asked.append((index, self.shards[index].sample.remote()))
+                self.asked.append((index, self.shards[index].sample.remote(count)))
             index, reference = self.asked.popleft()
-            shard, batch = self.shards[index], self.hear(index, reference)
-            if batch is None:
+            shard, rows = self.shards[index], self.hear(index, reference)
+            if rows is None:
                 self.num_given[index] = 0
         self.runners.clock.lap("learner_waiting")
-        if batch is None:
+        if rows is None:
             return None, None
-        place, *columns = batch
-        return (shard, place), [np.array(x) for x in columns]  # Ray's arrays can't be written to
+        place, *rows = rows
+        return (shard, place), [np.array(x) for x in rows]  # Ray's arrays can't be written to
 
     def prioritize(self, place: tuple, error: np.ndarray) -> None:
         """Without waiting for it. A shard that is dead does not mind."""

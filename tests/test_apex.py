@@ -272,16 +272,53 @@ def test_priorities_change_what_is_sampled():
         replay = filled(10, priority_exponent=alpha, batch_size=64)
         place, *_ = replay.fragments.read(np.arange(320))
         replay.prioritize(place, np.where(np.arange(320) == 77, 30.0, 1.0))
-        batches = [replay.sample() for _ in range(500)]
+        batches = [replay.sample(10) for _ in range(50)]
         shares[alpha] = np.mean([(batch[0] % 320 == 77).mean() for batch in batches])
     ratio = 30**0.6
     assert shares[0.6] == pytest.approx(ratio / (ratio + 319), rel=0.1)
     assert shares[0.0] == pytest.approx(1 / 320, rel=0.3)
     replay = filled(10, batch_size=64)
     replay.prioritize(place, np.where(np.arange(320) < 160, 30.0, 1.0))
-    place, *_, rows = replay.sample()
+    place, *_, rows = replay.sample(1)
     np.testing.assert_allclose(rows[place % 320 < 160, 3], ratio**-0.4, rtol=1e-5)
     np.testing.assert_allclose(rows[place % 320 >= 160, 3], 1, rtol=1e-5)
+
+
+def test_batches_drawn_together_are_each_a_batch():
+    """Each spreads over all priorities, and its importance weights are relative to its own rarest transition."""
+    np.random.seed(1)
+    replay = filled(10, batch_size=64, importance_exponent=1.0)
+    place, *_ = replay.fragments.read(np.arange(320))
+    error = np.linspace(1, 30, 320)
+    replay.prioritize(place, error)
+    place, obs, next_obs, rows = replay.sample(5)
+    assert len(place) == len(obs) == len(next_obs) == len(rows) == 5 * 64
+    priority = (error + 1e-6) ** 0.6
+    part = (priority.cumsum() - priority / 2) / priority.sum() * 64  # in which of the 64 parts a transition is, roughly
+    for leaf, weight in zip(place.reshape(5, 64) % 320, rows[:, 3].reshape(5, 64), strict=True):
+        assert np.abs(part[leaf] - np.arange(64) - 0.5).max() < 1.1
+        np.testing.assert_allclose(weight, priority[leaf].min() / priority[leaf], rtol=1e-5)
+
+
+def test_errors_find_their_transitions_again():
+    """Batches drawn two by two: each error becomes the priority of its transition, when the next two are through."""
+    args = arguments(batch_size=8, priority_exponent=1.0)
+    space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    replay = SCRIPT.LocalReplay(args, mock.Mock(spaces=(space, None)), torch.device("cpu"))
+    shard = filled(10, batch_size=8, priority_exponent=1.0)
+    replay.shard, replay.prioritize, replay.at_once = shard, shard.prioritize, 2
+    leaves = np.arange(320)
+    numbers = {tuple(obs): leaf for leaf, obs in enumerate(shard.fragments.read(leaves)[1])}
+    expected = np.ones(320)
+    for batch in range(4):
+        obs, *_ = replay.sample(100)
+        assert len(obs) == 8 and (shard.tree[leaves] == 1).all()
+        error = np.arange(8.0) + 10 * (batch + 1)
+        if batch < 2:
+            expected[[numbers[tuple(row)] for row in obs.numpy()]] = error
+        replay.write_back(torch.from_numpy(error))
+    np.testing.assert_allclose(shard.tree[leaves], expected, rtol=1e-6)
+    assert (expected != 1).sum() > 12
 
 
 def test_a_million_transitions_of_atari_fit_in_8_gb(capfd):
