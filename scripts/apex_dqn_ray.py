@@ -236,17 +236,15 @@ class PrioritizedReplay:
         self.tree[leaf] = priority**self.args.priority_exponent
 
     def sample(self, count: int) -> tuple[np.ndarray, ...] | None:
-        """N = `count` batches in a row: places (N * B,), observations, those after the returns (N * B, O), columns.
+        """`count` batches, N rows: places (N,), observations (N, O), those after the returns (N, O); (N, 4): action,
 
-        Columns (N * B, 4): action, n-step return, discount, importance weight (section 3.4 of Schaul et al.). A batch
-        has one transition from each of B equal parts of the sum of all priorities. None if there is nothing.
+        n-step return, discount, importance weight (section 3.4 of Schaul et al.). None if there is nothing.
         """
         if not self.tree.sums[1]:
             return None
-        leaf = self.tree.sample(count * self.args.batch_size).reshape(-1, count).T
+        leaf = self.tree.sample(count * self.args.batch_size).reshape(-1, count).T  # each batch spreads over all parts
         priority = self.tree[leaf]
-        rarest = priority.min(1, keepdims=True)  # of its batch; it weighs 1, the others less
-        weight = (priority / rarest) ** -self.args.importance_exponent
+        weight = (priority / priority.min(1, keepdims=True)) ** -self.args.importance_exponent  # 1 for a batch's rarest
         place, obs, next_obs, rows = self.fragments.read(leaf.ravel())
         return place, obs, next_obs, np.column_stack([rows, weight.ravel().astype(np.float32)])
 

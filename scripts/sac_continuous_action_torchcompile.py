@@ -103,7 +103,7 @@ class Args:
     bf16: bool = False  # compute hidden layers in bfloat16; weights, last layers and loss stay in float32
 
     # compile: two switches, to see what each of the two steps gives
-    compile: bool = True  # fuse the operations of an update, from sampling to Adam, into a few kernels
+    compile: bool = True  # fuse the operations of a step, from sampling to Adam, into a few kernels
     cudagraphs: bool = True  # on CUDA, replay the kernels of an update as one graph, in one launch
 
 
@@ -269,10 +269,10 @@ def train(args: Args) -> Path:
             actor_metrics = step_actor(obs)
         return torch.stack([*critic_metrics, *actor_metrics])
 
-    # compile: the names stay, so the loop below does not change. Gradients and Adam are traced into the same graph
+    # compile: the names stay, so their callers do not change. Each becomes one graph, gradients and Adam included, once
     if args.compile:
-        act, update_critics, update_both = compiled(device, act, update_critics, update_both)
-    # compile: each becomes one CUDA graph: the first calls only run, the third records, all later ones replay
+        act, step_critics, step_actor = compiled(device, act, step_critics, step_actor)
+    # compile: an update, of one or several steps, becomes one CUDA graph: its third call records, all later ones replay
     if args.cudagraphs and device.type == "cuda":
         act, update_critics, update_both = (CudaGraphModule(f, warmup=3) for f in (act, update_critics, update_both))
     # compile: compiled code and graphs keep the numbers that they have read; a later change is refused by name
