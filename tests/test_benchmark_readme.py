@@ -82,3 +82,20 @@ def test_the_compiled_variant_of_a_gpu_has_graphs():
     row = readme.speed_row(result)
     assert row[3:5] == ["100", "900"] and row[7:9] == ["9.0 [8.9, 9.1]", "30 / 9"]
     assert readme.speed_row(result | {"contestants": {"eager": contestants["eager"]}})[4] == "-"
+
+
+def test_searches_that_differ_by_their_seed_are_one_row(tmp_path, monkeypatch):
+    search = {"script": "ppo", "env_id": "CartPole-v1", "search": ["gamma=[0.9,0.99]"], "perturb": ["gamma=*1.1"]}
+    search |= {"scheduler": "pbt", "population": 4, "trials": 20, "total_timesteps": 1000, "seeds_per_trial": 1}
+    check = {"difference": 80.0, "interval": [60.0, 95.0]}
+    results_of = [("pbt", 1, 400, {}), ("pbt", 2, 440, {}), ("none", 1, 300, {"check": check})]
+    (tmp_path / "tune").mkdir()
+    for scheduler, seed, best, more in results_of:
+        result = {"search": search | {"scheduler": scheduler, "search_seed": seed}, "steps": 2000 * seed} | more
+        result |= {"best": {"objective": best}, "provenance": provenance()}
+        (tmp_path / "tune" / f"{scheduler}_{seed}.json").write_text(json.dumps(result))
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    rows = [line.split(" | ")[2:] for line in readme.search_section()[2:4]]
+    alone, population = rows
+    assert alone == ["none", "20 of 1,000 steps", "1", "300", "10%", "80 [60, 95] |"]
+    assert population == ["pbt", "4 of 1,000 steps", "2", "420 [400, 440]", "75%", "- |"]

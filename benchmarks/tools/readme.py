@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.acting import inference, rollout
-from benchmarks.common import plots
+from benchmarks.common import plots, stats
 from benchmarks.common.programs import ROOT, fail
 from benchmarks.common.results import describe, estimate, machine_of, table
-from benchmarks.learning import report, speedrun, time_to_score
+from benchmarks.learning import report, speedrun, time_to_score, tune
 from benchmarks.pools import env_pools, scaling
 from benchmarks.pools.env_pools import milliseconds, named
 from benchmarks.throughput import ladder, throughput
@@ -235,6 +235,36 @@ def learning_section() -> list[str]:
     return [*lines, ", ".join(links) + ".", f"Commits of the runs: {', '.join(sorted(commits))}.", ""]
 
 
+def search_section() -> list[str]:
+    """The table of searches: those that differ by nothing but what was drawn are one row."""
+    groups = {}
+    for result in (results := load("tune/*.json")):
+        groups.setdefault(json.dumps(result["search"] | {"search_seed": None}), []).append(result)
+    rows = []
+    for found in groups.values():
+        search = found[0]["search"]
+        is_population = search["scheduler"] in tune.POPULATIONS
+        size = search["population" if is_population else "trials"]
+        whole = size * search["total_timesteps"] * search["seeds_per_trial"]
+        rows.append([f"`{search['script']}`, {search['env_id']}", f"`{'`, `'.join(search['search'])}`"])
+        rows[-1][1] += f"; on the way `{'`, `'.join(search['perturb'])}`" * is_population
+        rows[-1] += [search["scheduler"], f"{size} of {search['total_timesteps']:,} steps", f"{len(found)}"]
+        rows[-1] += [spread(np.array([result["best"]["objective"] for result in found]))]
+        rows[-1] += [f"{np.mean([result['steps'] for result in found]) / whole:.0%}"]
+        checks = [result["check"] for result in found if result.get("check", {}).get("interval")]
+        rows[-1] += ["; ".join(estimate(x["difference"], x["interval"], ".0f") for x in checks) or "-"]
+    header = ["`./run.sh tune` of", "drawn from", "scheduler", "trials", "searches", "best trial's return: IQM [95 %]"]
+    header += ["of the steps of full runs", "best settings to default ones, on fresh seeds [95 %]"]
+    return [*table(header, rows), "", *sources(results), ""] if rows else []
+
+
+def spread(values: np.ndarray) -> str:
+    """The interquartile mean and its interval; of one value, that value."""
+    if len(values) == 1:
+        return f"{values[0]:.0f}"
+    return estimate(float(stats.iqm(values)), stats.bootstrap([values], stats.pooled_iqm), ".0f")
+
+
 def pool_section() -> list[str]:
     """The table of pools of slow environments."""
     (sleeping,), (overhead,) = load("env_pools/sleeping_24.json"), load("env_pools/overhead.json")
@@ -277,6 +307,7 @@ def render(text: str) -> str:
         *ladder_section(),
         *gpu_section(),
         *learning_section(),
+        *search_section(),
         *inference_section(),
         *rollout_section(),
     ]

@@ -79,7 +79,9 @@ def sources_of(path: Path, result: dict) -> Iterator[Source]:
                 clean = not commit.endswith("-dirty")
                 yield Source(place, commit.removesuffix("-dirty"), origin.get("command"), clean, [script])
         return
-    if "script" in result or "network" in result:
+    if "search" in result:
+        scripts = [f"{result['search']['script']}.py"]
+    elif "script" in result or "network" in result:
         scripts = twins(result.get("script") or result["network"])
     else:
         pairs = FAMILIES.values() if path.parent.name == "rollout" else ["ppo_env_pool"]
