@@ -247,7 +247,7 @@ class PrioritizedReplay:
         """
         if not self.tree.sums[1]:
             return None
-        leaf = self.tree.sample(count * self.args.batch_size).reshape(-1, count).T  # each batch spreads over all parts
+        leaf = self.tree.sample(self.args.batch_size, count)
         priority = self.tree[leaf]
         weight = (priority / priority.min(1, keepdims=True)) ** -self.args.importance_exponent  # 1 for a batch's rarest
         place, obs, next_obs, rows = self.fragments.read(leaf.ravel())
@@ -926,13 +926,13 @@ class SumTree:
         while size := size // 2:
             self.sums[size : 2 * size] = self.sums[2 * size : 4 * size].reshape(-1, 2).sum(1)
 
-    def sample(self, count: int) -> np.ndarray:
-        """Leaves (count,), each drawn in proportion to its priority, one from each of `count` equal parts of the sum.
+    def sample(self, size: int, count: int = 1) -> np.ndarray:
+        """Leaves (count, size), drawn by priority; of a row, one from each of `size` equal parts of the sum.
 
         A leaf of priority 0 is never drawn, also when rounding says so.
         """
         ends = self.sums[self.top : 2 * self.top].cumsum()
-        mass = (np.arange(count) + np.random.random(count)) * (ends[-1] / count)
+        mass = (np.arange(size) + np.random.random((count, size))) * (ends[-1] / size)
         node = ends.searchsorted(np.minimum(mass, np.nextafter(ends[-1], 0)), side="right") + self.top
         mass = np.maximum(mass - ends[node - self.top] + self.sums[node], 0)
         for _ in range(self.depth - self.depth // 2):
@@ -1285,7 +1285,9 @@ class Replay:
 
     def __init__(self, args: Args, runners: "Runners", device: torch.device):
         self.args, self.runners, self.device = args, runners, device
-        self.at_once = 1 if sees_frames(runners.spaces[0]) else self.AT_ONCE  # 16 batches of frames take 230 MB
+        space = runners.spaces[0]
+        size = 2 * args.batch_size * gym.spaces.flatdim(space) * np.dtype(stack_of(space)[1]).itemsize
+        self.at_once = min(self.AT_ONCE, max(1, 2**26 // size))  # no more than 64 MiB of observations
         self.batches, self.errors, self.place, self.late = deque(), [], None, None
 
     def sample(self, count: int) -> tuple[Tensor, ...] | None:
@@ -1299,7 +1301,7 @@ class Replay:
     def write_back(self, error: Tensor) -> None:
         """Take the errors of a batch; after the last that was drawn with it, make priorities of those drawn before.
 
-        So the learner never waits for a GPU: what comes from there is read when the next batches have been learnt from.
+        So a GPU is waited for only to send batches: errors are read when the next batches have been learnt from.
         """
         self.errors.append(error)
         if self.batches:
@@ -1317,7 +1319,7 @@ class Replay:
 
 
 class LocalReplay(Replay):
-    """All in this process, and in the checkpoint."""
+    """All in this process, and in the checkpoint, but for errors that are not written back yet."""
 
     def __init__(self, args: Args, runners: "Runners", device: torch.device):
         super().__init__(args, runners, device)
@@ -1385,6 +1387,7 @@ class ReplayShards(Replay):
         if not args.num_runners:
             fail("--replay-shards is for --num-runners 1 or more")
         super().__init__(args, runners, device)
+        self.at_once = max(1, self.at_once // (self.AHEAD * args.replay_shards))
         self.ray, self.fragment_size = runners.ray, args.fragment_steps * args.envs_per_runner
         self.remote = self.ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(RemoteReplay)
         self.shards, self.num_given, self.num_added, self.num_lost, self.restarts = {}, {}, 0, 0, 0
@@ -1449,7 +1452,7 @@ class ReplayShards(Replay):
         self.runners.clock.lap("learning")
         rows = None
         while rows is None and any(self.num_given.values()):
-            filled = [index for index, count in self.num_given.items() if count]
+            filled = [index for index, given in self.num_given.items() if given]
             while len(self.asked) < self.AHEAD * len(filled):
                 index = min(filled, key=[index for index, _ in self.asked].count)
                 self.asked.append((index, self.shards[index].sample.remote(count)))

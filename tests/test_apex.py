@@ -72,7 +72,7 @@ def test_leaves_are_drawn_in_proportion_to_their_priorities(num_leaves):
     priority, draws = tree[np.arange(num_leaves)], 0
     counts = np.zeros(num_leaves)
     for count in [1] * 2000 + [64] * 300 + [512] * 100:
-        counts += np.bincount(tree.sample(count), minlength=num_leaves)
+        counts += np.bincount(tree.sample(count).ravel(), minlength=num_leaves)
         draws += count
     expected = draws * priority / priority.sum()
     assert not counts[priority == 0].any()

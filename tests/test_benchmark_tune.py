@@ -74,6 +74,7 @@ def test_search_spaces(text, kind, numbers):
         ("num_steps=[1.5,2]", "has the wrong type"),
         ("norm_adv=[0,1]", "has the wrong type"),
         ("env_backend=['auto','none']", "has the wrong type"),
+        ("clip_coef=quniform(0.1,0.35,0.1)", "must be multiples of the step 0.1"),
         ("gamma=uniform(0.9,1.1)", "1.1 is not between 0 and 1"),
         ("num_steps=[0,8]", "0 is not between 1 and inf"),
         ("learning_rate=*1.2", "invalid syntax"),
@@ -95,6 +96,7 @@ def test_search_spaces_that_are_refused(text, message, capsys):
         ({"interval": 10**9}, "is more than a whole run"),
         ({"flags": "--gamma 0.9"}, "--flags: gamma is searched"),
         ({"flags": "--total-timesteps=9"}, "--flags: total_timesteps is set by tune"),
+        ({"flags": "--run-dir 'x"}, "No closing quotation"),
         ({"flags": "--no-such-flag 1"}, "does not take them"),
         ({"perturb": ("gamma=*1.2",)}, "--perturb is for --scheduler pbt or pb2"),
         ({"scheduler": "pbt"}, "--perturb says which settings are to change"),
@@ -103,6 +105,10 @@ def test_search_spaces_that_are_refused(text, message, capsys):
         ({"scheduler": "pbt", "perturb": ("target_kl=*2",)}, "its default, None, can't be multiplied"),
         ({"scheduler": "pbt", "perturb": ("gamma=*2",), "population": 1}, "--population must be at least 2"),
         ({"scheduler": "pbt", "perturb": ("gamma=*2",), "search_algorithm": "optuna"}, "a population searches by"),
+        (
+            {"scheduler": "pbt", "perturb": ("num_runners=*1.2",), "script": "ppo_ray"},
+            "leaves its default, 2, as it is",
+        ),
         ({"scheduler": "pb2", "perturb": ("gamma=*2",)}, "pb2 chooses from a range"),
         ({"resume": Path("/nowhere"), "search": ()}, "there is no search in /nowhere"),
         ({"resume": Path("/nowhere")}, "--search: a resumed search keeps its settings"),
@@ -191,6 +197,92 @@ def test_members_report_in_the_order_of_their_returns(tmp_path):
     assert is_my_turn()
     del histories["x_00001"]
     assert not is_my_turn(), "one has not even started"
+    histories["x_00001"] = others[0]
+    (tmp_path / "x_00001" / trial.ARRIVAL).write_text(json.dumps({"intervals": 3, "objective": 9.0}))
+    assert is_my_turn(), "the first has missed this interval: it waits for us"
+
+
+@needs_tune
+def test_a_copy_has_other_settings_than_its_donor():
+    """Else both would be the same run; where every draw gives the same, there is an end to drawing."""
+    engine = importlib.import_module("benchmarks.learning.tune_engine")
+    common = {"time_attr": "intervals", "metric": "objective", "mode": "max"}
+    scheduler = engine.Pbt(hyperparam_mutations={"gamma": [0.9, 0.99]}, **common)
+    donor = SimpleNamespace(config={"gamma": 0.99})
+    drawn = {scheduler._get_new_config(None, donor)[0]["gamma"] for _ in range(50)}
+    assert drawn == {0.9}
+    scheduler = engine.Pbt(hyperparam_mutations={}, custom_explore_fn=lambda settings: settings, **common)
+    assert scheduler._get_new_config(None, donor)[0] == donor.config
+
+
+@needs_tune
+def test_a_copy_takes_the_place_of_a_run_only_when_it_is_whole(tmp_path):
+    trial = importlib.import_module("benchmarks.learning.tune_trial")
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        for name in trial.RUN_FILES:
+            (folder / name).write_text(folder.name)
+    (tmp_path / "a" / "metrics.jsonl").unlink()
+    with pytest.raises(FileNotFoundError):
+        trial.copy_run(tmp_path / "a", tmp_path / "b")
+    assert trial.is_whole(tmp_path / "b") and not trial.is_whole(tmp_path / "a")
+    assert {(tmp_path / "b" / name).read_text() for name in trial.RUN_FILES} == {"b"}
+    trial.copy_run(tmp_path / "b", tmp_path / "a")
+    assert {(tmp_path / "a" / name).read_text() for name in trial.RUN_FILES} == {"b"}
+    assert not (tmp_path / "a.old").exists()
+
+
+@needs_tune
+def test_a_resumed_member_goes_on_from_its_own_folder(tmp_path):
+    """Unless a copy was to be made whose donor's checkpoint is still there."""
+    progress = importlib.import_module("benchmarks.learning.tune_progress")
+    journal = sweep.Journal(tmp_path / "journal.jsonl", {}, resume=False)
+    reporter = progress.Reporter(journal, SimpleNamespace(folder=tmp_path / "trials", seeds=1, last=3), trials=3)
+    reporter.note("x_00000", "started", settings={"gamma": 0.9})
+    (tmp_path / "donor").mkdir()
+
+    def has_its_own(gamma: float, path: str) -> bool:
+        checkpoint = SimpleNamespace(path=str(tmp_path / path))
+        return reporter.has_its_own(SimpleNamespace(trial_id="x_00000", config={"gamma": gamma}, checkpoint=checkpoint))
+
+    assert not has_its_own(0.9, "donor"), "it has no run yet"
+    folder = tmp_path / "trials" / "x_00000" / "seed0"
+    folder.mkdir(parents=True)
+    for name in ("checkpoint.pt", "config.json", "metrics.jsonl"):
+        (folder / name).write_text("")
+    assert has_its_own(0.9, "donor") and has_its_own(0.99, "gone")
+    assert not has_its_own(0.99, "donor")
+
+
+@needs_tune
+def test_numbers_of_trials_are_those_of_the_journal(tmp_path):
+    """Also of those that come after one that was dropped."""
+    progress = importlib.import_module("benchmarks.learning.tune_progress")
+    path = tmp_path / "journal.jsonl"
+    journal = sweep.Journal(path, {}, resume=False)
+    for name, state in (("a", "started"), ("b", "started"), ("b", "dropped")):
+        journal.note(name, state, settings={})
+    journal.file.close()
+    reporter = progress.Reporter(sweep.Journal(path, {}, resume=True), SimpleNamespace(last=3), trials=3)
+    assert reporter.note("c", "started", settings={}).number == read_histories(path)["c"].number == 2
+
+
+@needs_tune
+def test_a_run_that_failed_does_not_count_in_the_check(tmp_path, monkeypatch):
+    """Of a run that was broken off, the return of its last episodes says nothing."""
+
+    def run_all(jobs, _place, _options, journal) -> None:
+        for i, job in enumerate(jobs):
+            make_run(tmp_path / "check" / "runs" / job.name, [make_line(1000, 10.0 * (i + 1))])
+            journal.note(job.name, "failed" if i == 0 else "finished")
+
+    monkeypatch.setattr(tune_report.sweep, "run_all", run_all)
+    options = tune.Options(
+        script="ppo", env_id="CartPole-v1", total_timesteps=1000, check_seeds=3, jobs=1, out=tmp_path
+    )
+    check = tune_report.check_on_fresh_seeds(options, {"gamma": 0.9})
+    returns = [*check["returns"]["default"], *check["returns"]["best"]]
+    assert returns.count(None) == 1 and len(returns) == 6 and check["interval"]
 
 
 @needs_tune
@@ -343,3 +435,26 @@ def test_after_sigkill_no_trial_is_run_again_and_none_is_lost(tmp_path):
     assert len(ends) == len(set(ends)) == 4
     for path in after:
         assert sweep.last_step(path) > 21000
+
+
+@needs_tune
+@pytest.mark.alone
+def test_after_sigkill_no_member_of_a_population_goes_back(tmp_path):
+    """Ray Tune knows of checkpoints that are some intervals old, or of none; each member's own run is newer."""
+    flags = ("--search", "learning_rate=[1e-4,1e-3]", "--perturb", "learning_rate=*1.1", "--scheduler", "pbt")
+    process = started(*TINY, *flags, "--population", 2, "--total-timesteps", 60000, "--interval", 3000,
+                      "--check-seeds", 0, "--out", tmp_path, stderr=subprocess.DEVNULL)  # fmt: skip
+    journal = tmp_path / "journal.jsonl"
+    while min([x.last["intervals"] for x in read_histories(journal).values()] or [0]) < 8:
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    known = len(sweep.read_journal(journal))
+    before = {name: x.last["intervals"] for name, x in read_histories(journal).items()}
+    done = benchmark("tune", "--resume", tmp_path)
+    assert done.returncode == 0, done.stderr
+    later = [line for line in sweep.read_journal(journal)[known:] if line["state"] == "reported"]
+    first = {line["run"]: line["intervals"] for line in reversed(later)}
+    assert all(first[name] > interval for name, interval in before.items())
+    assert all(x.state == "finished" for x in read_histories(journal).values())

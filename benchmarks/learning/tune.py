@@ -43,12 +43,13 @@ from benchmarks.common.programs import (
     missing_for_compile,
     pairs,
 )
-from benchmarks.common.results import make_folder, stoppable
+from benchmarks.common.results import make_folder, provenance, stoppable, write_json
 from benchmarks.learning import sweep
 from benchmarks.learning.tune_space import Space, parse_all
 
 INSTALL = "pip install -r requirements/requirements-tune.txt"
 POPULATIONS = ("pbt", "pb2")
+ORIGIN = "provenance.json"  # of the search: commit, versions and machine with which it began
 REDUCTION = 3  # of so many trials that have come to a rung, ASHA lets the best one go on
 INTERVALS_BY_DEFAULT = 10
 KEPT = ("seed", "run_dir", "resume", "override", "checkpoint_every", "env_id", "total_timesteps")  # no --flags
@@ -132,7 +133,10 @@ class Search:
 
 def check_flags(options: Options, names: list[str]) -> None:
     """Refuse --flags that the script does not take, or that are searched."""
-    words = shlex.split(options.flags)
+    try:
+        words = shlex.split(options.flags)
+    except ValueError as error:
+        fail(f"--flags {options.flags}: {error}")
     typed = {word.partition("=")[0].lstrip("-").replace("-", "_").removeprefix("no_") for word in words}
     for name in typed:
         if name in names:
@@ -169,11 +173,16 @@ def check_population(options: Options, search: Search) -> None:
     if options.population < 2:
         fail("--population must be at least 2")
     changeable = load_script(SCRIPTS / f"{options.script}.py").CHANGEABLE
+    defaults = {name: field.default for name, field in fields_of(options.script).items()}
     for name, space in search.perturbed.items():
         if name not in changeable:
             fail(f"--perturb {name}: it can't change in a run of {options.script}; {', '.join(changeable)} can")
         if options.scheduler == "pb2" and space.kind not in ("uniform", "randint"):
             fail(f"--perturb {name}: pb2 chooses from a range on a linear scale, uniform(a,b) or randint(a,b)")
+        if space.kind == "factor" and name not in search.drawn:
+            moved = defaults[name] * space.numbers[0]
+            if defaults[name] == (round(moved) if isinstance(defaults[name], int) else moved):
+                fail(f"--perturb {name}: this leaves its default, {defaults[name]}, as it is; add --search {name}=...")
 
 
 def check(options: Options) -> tuple[Options, Search]:
@@ -236,6 +245,8 @@ def begin(options: Options) -> tuple[Options, Search, sweep.Journal]:
         options = Options(**saved, resume=options.resume, out=options.resume)
     options, search = check(options)
     make_folder(options.out / "trials")
+    if not (options.out / ORIGIN).exists():
+        write_json(options.out / ORIGIN, provenance())
     journal = options.out / "journal.jsonl"
     if options.resume is None and sweep.read_journal(journal):
         fail(f"{options.out} holds a search; --resume {options.out} goes on with it, --out names another folder")

@@ -22,6 +22,7 @@ from benchmarks.learning.tune_space import Space, plain
 from benchmarks.learning.tune_trial import Plan, Trial
 
 NAME = "tune"  # of Ray Tune's own folder in OUT
+TRIES = 20  # to draw other settings for a copy than its donor's
 CHECKPOINTS = 4  # of a trial that are kept: one that is to be copied must not be gone by then
 
 
@@ -50,6 +51,14 @@ class SideBySide:
 
 class Pbt(SideBySide, PopulationBasedTraining):
     """Population-based training (Jaderberg et al. 2017, 1711.09846)."""
+
+    def _get_new_config(self, trial, trial_to_clone) -> tuple[dict, dict]:
+        """Settings of a copy; drawn again if they are those of the donor: both would be the same run from then on."""
+        for _ in range(TRIES):
+            settings, operations = super()._get_new_config(trial, trial_to_clone)
+            if settings != trial_to_clone.config:
+                break
+        return settings, operations
 
 
 def explorer(perturbed: dict[str, Space]) -> Callable[[dict], dict]:
@@ -112,6 +121,7 @@ def plan_of(options: Options, search: Search) -> Plan:
         slots=options.jobs,
         perturbed=tuple(search.perturbed),
         members=options.population if options.is_population and options.jobs >= options.population else 0,
+        first_seed=1 + 1_000 * options.search_seed,
     )
 
 

@@ -11,9 +11,7 @@ from pathlib import Path
 from benchmarks.learning.sweep import read_journal
 
 OBJECTIVE, INTERVALS = "objective", "intervals"  # of a report: what is searched for, and the time axis
-DROPPED = (
-    "dropped"  # the state of a trial that a search which was killed had just begun, and a resumed one does not know
-)
+DROPPED = "dropped"  # the state of a trial that had just begun when a search was killed, and that a resumed one misses
 STATES = ("finished", "stopped", "failed")  # in which a trial has ended: with its whole budget, before it, by an error
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from ray import cloudpickle
 from ray.tune import Callback
 
-from benchmarks.learning.sweep import Journal, indented, last_step
+from benchmarks.learning.sweep import Journal, indented, last_step, read_journal
 from benchmarks.learning.tune_history import DROPPED, INTERVALS, OBJECTIVE, History, read_histories
 from benchmarks.learning.tune_space import plain, show
-from benchmarks.learning.tune_trial import Plan
+from benchmarks.learning.tune_trial import Plan, is_whole
 
 SHOWN = 12  # lines of the table of running trials at most
 
@@ -56,6 +56,7 @@ class Reporter(Callback):
     def __init__(self, journal: Journal, plan: Plan, trials: int):
         self.journal, self.plan, self.trials, self.table = journal, plan, trials, Table()
         self.histories, self.began = read_histories(journal.path), time.monotonic()
+        self.count = len({line["run"] for line in read_journal(journal.path)[1:]})  # dropped trials keep their numbers
         self.is_new = True
         Reporter.current = self
 
@@ -67,8 +68,10 @@ class Reporter(Callback):
         return trial.trial_id in self.histories and self.histories[trial.trial_id].has_ended
 
     def note(self, trial_id: str, state: str, **more) -> History:
-        number = 1 + max((x.number for x in self.histories.values()), default=-1)
-        history = self.histories.setdefault(trial_id, History(trial_id, number))
+        if trial_id not in self.histories:
+            self.histories[trial_id] = History(trial_id, self.count)
+            self.count += 1
+        history = self.histories[trial_id]
         self.journal.note(trial_id, state, **more)
         history.take({"run": trial_id, "state": state, **more})
         return history
@@ -78,13 +81,29 @@ class Reporter(Callback):
         print(line, flush=True)
 
     def on_step_begin(self, iteration: int, trials: list, **info) -> None:  # noqa: ARG002
-        """Drop trials that only the journal knows: started within the last second before the search was killed."""
+        """Take up a search that was killed.
+
+        Trials that only the journal knows, started within the last second before, are dropped. The others go on from
+        their own folders: the checkpoint that Ray Tune knows of may be older, or of the trial that was copied last.
+        """
         if self.is_new:
+            for trial in trials:
+                if self.has_its_own(trial):
+                    trial.run_metadata.checkpoint_manager._latest_checkpoint_result = None
             known = {trial.trial_id for trial in trials}
             for trial_id in [x.id for x in self.histories.values() if not x.has_ended and x.id not in known]:
                 self.journal.note(trial_id, DROPPED)
                 del self.histories[trial_id]
         self.is_new = False
+
+    def has_its_own(self, trial) -> bool:
+        """Whether a trial's own folders are whole, and no copy of another one that is still there was to be made."""
+        folders = [self.plan.folder / trial.trial_id / f"seed{i}" for i in range(self.plan.seeds)]
+        if trial.trial_id not in self.histories or not all(map(is_whole, folders)):
+            return False
+        settings = {name: plain(value) for name, value in trial.config.items()}
+        is_copy = settings != self.histories[trial.trial_id].last["settings"]
+        return not (is_copy and trial.checkpoint and Path(trial.checkpoint.path).exists())
 
     def on_trial_start(self, iteration: int, trials: list, trial, **info) -> None:  # noqa: ARG002
         if self.has_ended(trial):

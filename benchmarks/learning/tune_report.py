@@ -8,6 +8,7 @@ OUT/check/                                 the runs on fresh seeds
 
 import csv
 import importlib.util
+import json
 import math
 import shlex
 from collections.abc import Iterator
@@ -18,9 +19,9 @@ import numpy as np
 
 from benchmarks.common import plots, runs, stats
 from benchmarks.common.programs import SCRIPTS, fields_of
-from benchmarks.common.results import estimate, make_folder, provenance, write_json
+from benchmarks.common.results import estimate, make_folder, write_json
 from benchmarks.learning import sweep
-from benchmarks.learning.tune import Options, Search
+from benchmarks.learning.tune import ORIGIN, Options, Search
 from benchmarks.learning.tune_history import INTERVALS, OBJECTIVE, History
 from benchmarks.learning.tune_space import as_flag, show
 
@@ -67,7 +68,9 @@ def importance(options: Options, search: Search, histories: list[History]) -> di
     if options.is_population:
         rows, what = gains(histories), "the gain of return in an interval"
     else:
-        rows, what = [x.last["settings"] | {OBJECTIVE: x.last[OBJECTIVE]} for x in histories if x.reports], "the return"
+        known = [x.last for x in histories if x.reports and x.state != "failed"]
+        rows, what = [last["settings"] | {OBJECTIVE: last[OBJECTIVE]} for last in known], "the return"
+        what += ", of trials that were stopped at different steps" * (options.scheduler == "asha")
     rows = [row for row in rows if not math.isnan(row[OBJECTIVE])]
     names = [name for name in search.spaces() if len({row[name] for row in rows}) > 1]
     if len(rows) < FEW or not names or len({row[OBJECTIVE] for row in rows}) < 2:
@@ -78,7 +81,8 @@ def importance(options: Options, search: Search, histories: list[History]) -> di
 
     columns = pandas.DataFrame(rows)[[*names, OBJECTIVE]].select_dtypes(["number", "bool"]).astype(float)
     correlation = columns.corr(method="spearman")[OBJECTIVE].drop(OBJECTIVE)
-    return {"method": f"Spearman's rank correlation with {what}, by pandas", "values": correlation.to_dict()}
+    values = correlation.dropna().to_dict()
+    return {"method": f"Spearman's rank correlation with {what}, by pandas", "values": values}
 
 
 def fanova(search: Search, rows: list[dict], names: list[str]) -> dict[str, float]:
@@ -112,12 +116,16 @@ def check_on_fresh_seeds(options: Options, settings: dict) -> dict:
             jobs.append(sweep.Job(name, [*options.program, *flags]))
     journal = sweep.Journal(out / "journal.jsonl", {"settings": settings}, resume=True)
     place = sweep.Here(min(options.jobs, len(jobs)))
-    sweep.run_all(jobs, place, sweep.Options(total_timesteps=options.total_timesteps, out=out), journal)
-    found = {
-        contestant: [runs.final_return(runs.read_run(out / "runs" / f"{contestant}__{seed}")) for seed in seeds]
-        for contestant in chosen
-    }
-    return {"seeds": list(seeds), "returns": found} | compare(found)
+    limits = sweep.Options(total_timesteps=options.total_timesteps, out=out, timeout=math.inf)
+    sweep.run_all(jobs, place, limits, journal)
+
+    def final_return(name: str) -> float:
+        is_whole = journal.states[name] == "finished"
+        return runs.final_return(runs.read_run(out / "runs" / name)) if is_whole else math.nan
+
+    found = {contestant: [final_return(f"{contestant}__{seed}") for seed in seeds] for contestant in chosen}
+    known = {contestant: [None if math.isnan(x) else x for x in values] for contestant, values in found.items()}
+    return {"seeds": list(seeds), "returns": known} | compare(found)
 
 
 def compare(found: dict[str, list[float]]) -> dict:
@@ -261,7 +269,10 @@ def finish(options: Options, search: Search, histories: list[History]) -> int:
         return 1
     settings = best.last["settings"]
     defaults = {name: field.default for name, field in fields_of(options.script).items() if name in settings}
-    result = {"provenance": provenance(), "search": {k: v for k, v in asdict(options).items() if k not in PATHS}}
+    result = {
+        "provenance": json.loads((options.out / ORIGIN).read_text()),
+        "search": {k: v for k, v in asdict(options).items() if k not in PATHS},
+    }
     result |= {"trials": rows, "steps": sum(x.last["steps"] for x in histories) * options.seeds_per_trial}
     result["best"] = {"trial": best.number, OBJECTIVE: best.last[OBJECTIVE], "settings": settings}
     result["best"] |= {"command": command_of(options, settings), "defaults": defaults}
@@ -307,10 +318,13 @@ def summary(options: Options, result: dict, histories: list[History]) -> str:
     text.append(f"importance, {found['method']}" + f": {values}" * bool(values))
     if "check" in result:
         check = result["check"]
-        means = {name: stats.iqm(np.array(x)) for name, x in check["returns"].items()}
+        known = {name: [x for x in values if x is not None] for name, values in check["returns"].items()}
+        means = {name: stats.iqm(np.array(values)) if values else math.nan for name, values in known.items()}
         seeds = f"on {len(check['seeds'])} fresh seeds: best {means[BEST]:.1f}, default {means[DEFAULT]:.1f}"
         if check["difference"] is not None:
             seeds += f", difference {estimate(check['difference'], check['interval'])}"
+        broken = sum(x is None for values in check["returns"].values() for x in values)
+        seeds += f"; {broken} of these runs failed" * (broken > 0)
         text.append(f"{seeds}; {check['verdict']}")
     text += [f"written to {options.out}; the best settings:", best["command"]]
     return "\n".join(text)

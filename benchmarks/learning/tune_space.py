@@ -153,6 +153,8 @@ def check_range(kind: str, numbers: tuple) -> None:
         raise ValueError("randint takes whole numbers")
     if step and not 0 < step[0] <= high - low:
         raise ValueError(f"the step must be more than 0 and at most {high - low:g}")
+    if step and any(not math.isclose(x / step[0], round(x / step[0]), abs_tol=1e-9) for x in (low, high)):
+        raise ValueError(f"{low} and {high} must be multiples of the step {step[0]}")
 
 
 def limits_of(script: str, field: Field, values: tuple) -> tuple[float, float]:

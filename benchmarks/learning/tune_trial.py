@@ -43,6 +43,7 @@ class Plan:
     slots: int  # trials side by side
     perturbed: tuple[str, ...] = ()  # settings that may change while a trial runs
     members: int = 0  # of a population whose members all run side by side, and keep step
+    first_seed: int = 1  # of the first run of the first trial
 
     @property
     def last(self) -> int:
@@ -54,9 +55,9 @@ class Plan:
         return self.folder.parent / "journal.jsonl"
 
 
-def seed_of(trial_id: str, run: int, seeds: int) -> int:
+def seed_of(trial_id: str, run: int, plan: Plan) -> int:
     """The seed of a run of a trial: no two of a search are the same. Ids end in a number, or are hexadecimal ones."""
-    return 1 + seeds * int(trial_id.rpartition("_")[2], 16) + run
+    return plan.first_seed + plan.seeds * int(trial_id.rpartition("_")[2], 16) + run
 
 
 def identity(path: Path) -> tuple[int, int, int] | None:
@@ -143,11 +144,22 @@ def goes_before(first: str, arrival: dict, second: str, other_arrival: dict) -> 
 
 
 def copy_run(source: Path, target: Path) -> None:
-    """Put the run in `source` in the place of that in `target`."""
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
+    """Put the run in `source` in the place of that in `target`, which stays until the copy is whole."""
+    copy, old = (target.with_name(f"{target.name}.{kind}") for kind in ("copy", "old"))
+    for folder in (copy, old):
+        shutil.rmtree(folder, ignore_errors=True)
+    copy.mkdir(parents=True)
     for name in RUN_FILES:
-        shutil.copyfile(source / name, target / name)
+        shutil.copyfile(source / name, copy / name)
+    if target.exists():
+        target.rename(old)
+    copy.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a script can go on with the run in a folder."""
+    return all((folder / name).exists() for name in RUN_FILES)
 
 
 class Trial(Trainable):
@@ -176,13 +188,13 @@ class Trial(Trainable):
         """Start the script for each seed: from its checkpoint if there is one, by the settings that hold now."""
         settings = {name: plain(value) for name, value in self.config.items()}
         for i, folder in enumerate(self.folders):
-            if (folder / "checkpoint.pt").exists():
+            if is_whole(folder):
                 changes = [f"{name}={settings[name]}" for name in self.plan.perturbed]
                 arguments = ["--resume", str(folder), *(["--override", *changes] if changes else [])]
             else:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.parent.mkdir(parents=True, exist_ok=True)
-                seed = seed_of(self.trial_id, i, self.plan.seeds)
+                seed = seed_of(self.trial_id, i, self.plan)
                 chosen = [as_flag(name, value) for name, value in settings.items()]
                 arguments = [*self.plan.flags, *chosen, f"--seed={seed}", f"--run-dir={folder}"]
             child = processes.start([*self.plan.program, *arguments], folder.with_suffix(".txt"), self.cores)
@@ -230,11 +242,9 @@ class Trial(Trainable):
                 continue
             file = self.plan.folder / other.id / ARRIVAL
             arrival = json.loads(file.read_text()) if file.exists() else None
-            if (
-                arrival is None
-                or arrival[INTERVALS] < mine[INTERVALS]
-                or goes_before(other.id, arrival, self.trial_id, mine)
-            ):
+            if arrival is None or arrival[INTERVALS] < mine[INTERVALS]:
+                return False
+            if arrival[INTERVALS] == mine[INTERVALS] and goes_before(other.id, arrival, self.trial_id, mine):
                 return False
         return len(histories) >= self.plan.members
 
