@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -93,6 +94,7 @@ def test_turns_alternate_and_each_cold_run_has_an_empty_cache(monkeypatch):
     assert [seed for _, seed, _ in calls] == ["0", "5", "5", "5", "6", "6", "6"]
     caches = {name: {cache for other, _, cache in calls if other == name} for name in names}
     assert len(caches["compile (cold)"]) == 2 and len(caches["compile (warm)"]) == 1
+    assert all(re.fullmatch(r"\w+", cache) for _, _, cache in calls), "the C++ compiler gets paths without quotes"
     assert known == [dict.fromkeys(names, 1), dict.fromkeys(names, 2)]
 
 

@@ -106,7 +106,7 @@ def test_search_spaces_that_are_refused(text, message, capsys):
         ({"scheduler": "pbt", "perturb": ("gamma=*2",), "population": 1}, "--population must be at least 2"),
         ({"scheduler": "pbt", "perturb": ("gamma=*2",), "search_algorithm": "optuna"}, "a population searches by"),
         (
-            {"scheduler": "pbt", "perturb": ("num_runners=*1.2",), "script": "ppo_ray"},
+            {"scheduler": "pbt", "perturb": ("num_runners=*1.2",), "script": "impala_ray"},
             "leaves its default, 2, as it is",
         ),
         ({"scheduler": "pb2", "perturb": ("gamma=*2",)}, "pb2 chooses from a range"),

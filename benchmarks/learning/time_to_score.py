@@ -153,7 +153,8 @@ def measure(
             flags = [*contestant.flags, "--env-id", env_id, "--seed", str(seed)]
             arguments = [*command(script, contestant.program), *flags]
             bar.set_postfix_str(f"{script} on {env_id}: {contestant.name}, seed {seed}")
-            return run_once(arguments, find, timeout, TORCHINDUCTOR_CACHE_DIR=str(Path(folder, cache)))
+            place = Path(folder, re.sub(r"\W+", "_", cache))  # Inductor does not quote a path with a space
+            return run_once(arguments, find, timeout, TORCHINDUCTOR_CACHE_DIR=str(place))
 
         for contestant in [x for x in contestants if x.cache == "warm"]:
             run(contestant, 0, contestant.name, is_warm)
