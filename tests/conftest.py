@@ -7,6 +7,7 @@ import signal
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
+import envpool  # noqa: F401  # it draws from NumPy's random numbers when a first run imports it
 import helpers
 import pytest
 import tiny_envs
