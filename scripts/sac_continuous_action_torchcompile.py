@@ -271,7 +271,7 @@ def train(args: Args) -> Path:
 
     # compile: the names stay, so their callers do not change. Each becomes one graph, gradients and Adam included, once
     if args.compile:
-        act, step_critics, step_actor = compiled(device, act, step_critics, step_actor)
+        act, step_critics, step_actor = map(refuse_changes, compiled(device, act, step_critics, step_actor))
     # compile: an update, of one or several steps, becomes one CUDA graph: its third call records, all later ones replay
     if args.cudagraphs and device.type == "cuda":
         act, update_critics, update_both = (CudaGraphModule(f, warmup=3) for f in (act, update_critics, update_both))
