@@ -296,6 +296,19 @@ def test_every_twin_refuses_a_setting_that_changes(copy, train_copy, capsys, nam
     assert end.value.code == 2 and setting in capsys.readouterr().err
 
 
+def test_a_step_that_is_given_a_number_is_refused(copy, train_copy, capsys):
+    """SAC's steps are compiled one by one: a number that the loop around them counts up would stay what it was."""
+    module = copy(
+        "sac_continuous_action_torchcompile",
+        ("for _ in range(args.policy_frequency)", "for k in range(args.policy_frequency)"),
+        ("actor_metrics = step_actor(obs)", "actor_metrics = step_actor(obs, k)"),
+        ("def step_actor(obs: Tensor)", "def step_actor(obs: Tensor, k: int)"),
+    )
+    with pytest.raises(SystemExit):
+        train_copy(module, "sac_continuous_action_torchcompile", **quick("sac_continuous_action"), compile=True)
+    assert "got an argument that is no tensor" in capsys.readouterr().err
+
+
 def test_cache_of_a_library_may_change():
     """Functions of libraries are not looked into: `match` reads a cache, whose entries come and go."""
     match, x = re.match, torch.zeros(())
