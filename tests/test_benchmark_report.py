@@ -209,3 +209,5 @@ def test_the_reference_has_every_row():
     reference = report.read_reference()
     assert len(reference) > 150
     assert float(reference["ppo_continuous_action", "HalfCheetah-v4"]["mean_return"]) == 1442.64
+    assert reference["ppo_ray", "HalfCheetah-v4"] == reference["ppo_continuous_action", "HalfCheetah-v4"]
+    assert reference["ppo_ray", "CartPole-v1"] == reference["ppo", "CartPole-v1"]

@@ -20,10 +20,12 @@ class Pair:
     obs_shape: tuple[int, ...] = ()
     num_actions: int = 0
     # Its algorithm in throughput/peers.py, if other libraries can train as it does; LeanRL's steps/s on one H100; the
-    # environments to time until CleanRL's score, which benchmarks/reference/scores.csv must have
+    # environments to time until CleanRL's score, which benchmarks/reference/scores.csv must have; CleanRL's scripts of
+    # other names whose scores are of the same algorithm
     peers: str | None = None
     leanrl: dict[str, int] = field(default_factory=dict)
     scored: tuple[str, ...] = ()
+    scores_of: tuple[str, ...] = ()
 
     # The file of its tests, if it fits none of the common ones, which need all of these:
     own_tests: str | None = None
@@ -181,6 +183,7 @@ TABLE = {
     ),
     "ppo_ray": Pair(
         peers="ppo",  # it acts as ppo does
+        scores_of=("ppo", "ppo_continuous_action", "ppo_atari_envpool"),
         own_tests="test_ppo_ray.py",
         most_changes=45,  # a minibatch is learnt from by one function, or two with a sum over learners between them
         most_above=420,

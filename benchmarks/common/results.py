@@ -101,12 +101,16 @@ def machine_of(source: dict) -> str:
     return f"{machine['cores']} cores of {machine['cpu']}" + (f", {machine['gpu']}" if machine["gpu"] else "")
 
 
+def commit_of(source: dict) -> str:
+    """The commit of a provenance in words."""
+    return (source["commit"] or "none")[:12] + " with uncommitted changes" * source["uncommitted_changes"]
+
+
 def describe(source: dict) -> str:
     """One line of Markdown on a provenance."""
     where, what = machine_of(source), ", ".join(f"{name} {number}" for name, number in source["versions"].items())
-    commit = (source["commit"] or "none")[:12] + (" with uncommitted changes" if source["uncommitted_changes"] else "")
     how = f"; `{source['command']}`" if source.get("command") else ""  # which results of old do not have
-    return f"{source['date']}{how}; commit {commit}; {where}; {what}."
+    return f"{source['date']}{how}; commit {commit_of(source)}; {where}; {what}."
 
 
 def make_folder(folder: Path) -> None:

@@ -13,6 +13,7 @@ import glob
 import gzip
 import json
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +22,7 @@ import numpy as np
 import tyro
 
 from benchmarks.common import plots, runs, stats
+from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import ROOT, fail
 from benchmarks.common.results import describe, estimate, provenance, table, write_json
 
@@ -49,10 +51,15 @@ class Options:
     out: Path = Path("runs/report")  # folder to write the report into
 
 
+@cache
 def read_reference() -> dict[tuple[str, str], dict]:
-    """CleanRL's scores by (script, environment)."""
+    """CleanRL's scores by (script, environment), also for our scripts whose algorithm is that of theirs."""
     with REFERENCE.open() as file:
-        return {(row["script"], row["env_id"]): row for row in csv.DictReader(file)}
+        scores = {(row["script"], row["env_id"]): row for row in csv.DictReader(file)}
+    same = [(name, other) for name, pair in TABLE.items() for other in pair.scores_of]
+    return scores | {
+        (name, env): row for name, other in same for (script, env), row in scores.items() if script == other
+    }
 
 
 def settings(run: runs.Run) -> str:
@@ -70,13 +77,18 @@ def published_score(row: dict | None) -> dict | None:
     }  # fmt: skip
 
 
+def published_for(row: dict) -> dict | None:
+    """CleanRL's score beside a row of a report, also if the report was written before we had it."""
+    return row["published"] or published_score(read_reference().get((row["script"], row["env_id"])))
+
+
 def is_same_budget(steps: int, published: dict) -> bool:
     return SAME_BUDGET <= steps / published["total_timesteps"] <= 1 / SAME_BUDGET
 
 
 def verdict(row: dict) -> str:
     """Where the interval of our score lies to the published mean ± standard deviation."""
-    published = row["published"]
+    published = published_for(row)
     if published is None:
         return "no published score"
     if not is_same_budget(row["steps"], published):
@@ -227,7 +239,7 @@ def score_cells(row: dict) -> list[str]:
     start = [row["script"], row["env_id"], row["variant"], len(row["seeds"])]
     if not row["seeds"]:
         return [*start, *["-"] * 7]
-    published, theirs = row["published"], "-"
+    published, theirs = published_for(row), "-"
     if published:
         theirs = f"{published['mean']:,.1f} ± {published['std']:,.1f} ({published['seeds']} seeds)"
     ours = [f"{row['steps']:,}", estimate(row["iqm"], row["interval"]), f"{row['mean']:,.1f} ± {row['std']:,.1f}"]

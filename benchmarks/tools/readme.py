@@ -9,6 +9,7 @@ Leaves: the Markdown and the figures in benchmarks/results/, and RESULTS.md.
 """
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from benchmarks.acting import inference, rollout
 from benchmarks.common import plots, stats
 from benchmarks.common.programs import ROOT, fail
-from benchmarks.common.results import describe, estimate, machine_of, table
+from benchmarks.common.results import commit_of, estimate, machine_of, table
 from benchmarks.learning import report, speedrun, time_to_score, tune
 from benchmarks.pools import env_pools, scaling
 from benchmarks.pools.env_pools import milliseconds, named
@@ -33,10 +34,34 @@ def load(pattern: str) -> list[dict]:
 
 
 def sources(results: list[dict]) -> list[str]:
-    """Where results come from, once for each different commit, machine and set of versions; the tables say by what."""
-    origins = [result["provenance"] for result in results]
-    lines = {describe(origin | {"date": origin["date"][:10], "command": None}) for origin in origins}
-    return [f"Measured {line}" for line in sorted(lines)]
+    """Where results come from: a line for each machine and set of versions; the pages behind the tables have more."""
+    groups = {}
+    for origin in (result["provenance"] for result in results):
+        versions = ", ".join(f"{name} {number}" for name, number in origin["versions"].items())
+        groups.setdefault((machine_of(origin), versions), []).append(origin)
+    lines = [""]
+    for (machine, versions), origins in sorted(groups.items()):
+        days, commits = sorted({origin["date"][:10] for origin in origins}), sorted(map(commit_of, origins))
+        days, commits = " to ".join(dict.fromkeys((days[0], days[-1]))), ", ".join(dict.fromkeys(commits))
+        lines.append(f"- Measured on {machine}, {days}, at {commits}; {versions}.")
+    return lines
+
+
+def row_name(result: dict) -> str:
+    return f"`{result['script']}`, {result['env_id']}"
+
+
+def flags_cell(flags: str, env_id: str) -> str:
+    """More flags, as a table shows them: the environment stands in the first column."""
+    flags = flags.replace(f"--env-id {env_id}", "").strip()
+    return f"`{flags}`" if flags else ""
+
+
+def table_with_flags(header: list[str], rows: list[list[str]]) -> list[str]:
+    """A table whose last column is more flags, without it if there are none."""
+    if any(row[-1] for row in rows):
+        return table([*header, "flags"], rows)
+    return table(header, [row[:-1] for row in rows])
 
 
 def compiled_of(names) -> str:
@@ -54,11 +79,12 @@ def speed_row(result: dict) -> list[str]:
     starts = [contestants.get(compiled, {}).get(f"{cache}_seconds") for cache in ("cold", "warm")]
     alone = result.get("ceilings", {}).get("env_only_steps_per_second")
     return [
-        f"`{result['script']}`, {result['env_id']}" + f" `{result['flags']}`" * bool(result["flags"]),
+        row_name(result),
         *speeds,
         *(ratios.get(pair, "-") for pair in (("eager", peers[0]), (compiled, peers[0]), (compiled, "eager"))),
         " / ".join("-" if x is None else f"{x:.0f}" for x in starts),
         f"{known[compiled] / alone:.0%} of {alone:,.0f}" if alone and compiled in known else "-",
+        flags_cell(result["flags"], result["env_id"]),
     ]
 
 
@@ -73,7 +99,7 @@ def speed_section() -> list[str]:
         header = [f"steady environment steps/s, {machine}", *names, "eager", "compiled", f"eager / {names[0]} [95 %]"]
         header += [f"compiled / {names[0]} [95 %]", "compiled / eager [95 %]", "first update, cold / warm (s)"]
         header += ["compiled, of the environment alone"]
-        lines += [*table(header, [speed_row(result) for result in results]), ""]
+        lines += [*table_with_flags(header, [speed_row(result) for result in results]), ""]
     lines += ["All contestants in interleaved rounds of fresh processes, with the same hyperparameters, networks,"]
     lines += [
         "threads and `--matmul-precision`, as far as the peers can be told: what differs stands beside the tables;"
@@ -95,9 +121,10 @@ def score_section() -> list[str]:
         header = [f"seconds from pressing Enter to a score, {machine}", "score", *map(plots.label, names)]
         rows = []
         for result in results:
-            rows.append([f"`{result['script']}`, {result['env_id']}" + f" `{result['flags']}`" * bool(result["flags"])])
-            rows[-1] += [f"{result['score']:,g}", *(score_cell(result["contestants"].get(name, [])) for name in names)]
-        lines += [*table(header, rows), ""]
+            rows.append([row_name(result), f"{result['score']:,g}"])
+            rows[-1] += [score_cell(result["contestants"].get(name, [])) for name in names]
+            rows[-1] += [flags_cell(result["flags"], result["env_id"])]
+        lines += [*table_with_flags(header, rows), ""]
         lines += [
             "The mean over the seeds, with its 95 % interval; a run that never gets there counts with its length."
         ]
@@ -124,7 +151,7 @@ def ladder_section() -> list[str]:
     """The tables of what each trick gives."""
     if not (results := load("ladder/*.json")):
         return []
-    lines = ["What each trick gives, from the loop that everybody writes to the compiled script:", ""]
+    lines = ["From the loop that everybody writes to the compiled script, one trick after the other:", ""]
     lines += ["![steps per second of each rung](benchmarks/results/ladder/ladder.png)", ""]
     return [*lines, *(line for result in results for line in ladder.section(result)), *sources(results), ""]
 
@@ -139,7 +166,7 @@ def gpu_section() -> list[str]:
         known = {name: x["steps_per_second"] for name, x in result["contestants"].items() if "steps_per_second" in x}
         gains = {x["of"]: estimate(x["ratio"], x["interval"], ".1f") for x in result["ratios"]}
         equal = [x["equal"] for x in same.get(result["script"], {}).values()]
-        rows.append([f"`{result['script']}`, {result['env_id']}"])
+        rows.append([row_name(result)])
         rows[-1] += [f"{known[name]:,.0f}" if name in known else "-" for name in names]
         rows[-1] += [gains.get("compile+cudagraphs", "-"), f"{sum(equal)} of {len(equal)}" if equal else "-"]
     if found:
@@ -204,11 +231,11 @@ def learning_rows(summary: dict) -> list[list[str]]:
         variant, _, flags = row["variant"].partition(" ")
         groups.setdefault((row["script"], row["env_id"], flags), {})[variant] = row
     cells = []
-    for (script, env_id, flags), variants in sorted(groups.items()):
+    for (_, env_id, flags), variants in sorted(groups.items()):
         known = next((x for x in variants.values() if x["seeds"]), None)
         if known is None:
             continue
-        published = known["published"]
+        published = report.published_for(known)
         measured = [variants.get("eager"), variants.get(compiled_of(variants))]
         scores = [
             f"{estimate(x['iqm'], x['interval'], ',.0f')}, {plural(len(x['seeds']), 'seed')}, {report.verdict(x)}"
@@ -217,8 +244,7 @@ def learning_rows(summary: dict) -> list[list[str]]:
             for x in measured
         ]
         theirs = f"{published['mean']:,.0f} ± {published['std']:,.0f}" if published else "-"
-        name = f"`{script}`, {env_id}" + f" `{flags}`" * bool(flags)
-        cells.append([name, f"{known['steps']:,}", *scores, theirs])
+        cells.append([row_name(known), f"{known['steps']:,}", *scores, theirs, flags_cell(flags, env_id)])
     return cells
 
 
@@ -227,7 +253,7 @@ def learning_section() -> list[str]:
     summaries = load("learning/*/report.json")
     header = ["return of the last 100 training episodes", "steps", "eager: IQM [95 %]", "compiled: IQM [95 %]"]
     header += ["CleanRL, mean ± std"]
-    lines = [*table(header, [row for summary in summaries for row in learning_rows(summary)]), ""]
+    lines = [*table_with_flags(header, [row for summary in summaries for row in learning_rows(summary)]), ""]
     lines += ["Above, below: our interval beside CleanRL's mean ± std. Curves, scores of each seed, commits:"]
     folders = sorted(path.parent.name for path in RESULTS.glob("learning/*/report.json"))
     links = [f"[{name}](benchmarks/results/learning/{name}/report.md)" for name in folders]
@@ -246,7 +272,7 @@ def search_section() -> list[str]:
         is_population = search["scheduler"] in tune.POPULATIONS
         size = search["population" if is_population else "trials"]
         whole = size * search["total_timesteps"] * search["seeds_per_trial"]
-        rows.append([f"`{search['script']}`, {search['env_id']}", f"`{'`, `'.join(search['search'])}`"])
+        rows.append([row_name(search), f"`{'`, `'.join(search['search'])}`"])
         rows[-1][1] += f"; on the way `{'`, `'.join(search['perturb'])}`" * is_population
         rows[-1] += [search["scheduler"], f"{size} of {search['total_timesteps']:,} steps", f"{len(found)}"]
         rows[-1] += [spread(np.array([result["best"]["objective"] for result in found]))]
@@ -298,20 +324,25 @@ def scaling_section() -> list[str]:
 
 
 def render(text: str) -> str:
-    """The text of RESULTS.md with its tables made anew."""
+    """The text of RESULTS.md with its chapters made anew."""
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
-    sections = [
-        *speed_section(),
-        *score_section(),
-        *ladder_section(),
-        *gpu_section(),
-        *learning_section(),
-        *search_section(),
-        *inference_section(),
-        *rollout_section(),
-    ]
-    return "\n".join([before + BEGIN, "", *sections, *pool_section(), *scaling_section(), END + after])
+    links, lines = [], []
+    for title, section in SECTIONS.items():
+        if own := section():
+            links += [f"[{title}](#{title.lower().replace(' ', '-')})"]
+            lines += ["", f"## {title}", "", *own]
+    text = "\n".join([*links[:1], *(f"· {link}" for link in links[1:]), *lines])
+    return before + BEGIN + "\n\n" + re.sub(r"\n{3,}", "\n\n", text).strip() + "\n\n" + END + after
+
+
+# Chapters of RESULTS.md; one without results is left out
+SECTIONS = {
+    "Steps per second": speed_section, "On a GPU": gpu_section, "Time to a score": score_section,
+    "What each trick gives": ladder_section, "Returns": learning_section, "Searches for settings": search_section,
+    "Ways to act": inference_section, "Sampling with a compiled policy": rollout_section,
+    "Pools of slow environments": pool_section, "Many machines": scaling_section,
+}  # fmt: skip
 
 
 def write_summaries(results: Path) -> None:
