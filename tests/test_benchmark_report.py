@@ -75,6 +75,21 @@ def test_report_from_end_to_end(folder, tmp_path):
     assert pair["speed_ratio"] == pytest.approx(3)
 
 
+def test_scripts_are_compared_at_the_same_steps_and_seconds(tmp_path):
+    """The second one is ten times as fast and ends after a tenth of the steps; where one has ended, there is none."""
+    for seed in (1, 2):
+        make_run(tmp_path / f"slow{seed}", curve(400, speed=1000), seed=seed, total=500_000)
+        fast = curve(300, speed=10_000, total=50_000)
+        make_run(tmp_path / f"fast{seed}", fast, seed=seed, total=50_000, script="dqn.py")
+    rows = {row["script"]: row["milestones"] for row in report.write_report([tmp_path], tmp_path / "out")["rows"]}
+    marks = [50_000, 120_000, 250_000, 500_000]
+    assert rows["ppo"]["global_step"] == [[mark, [x, x]] for mark, x in zip(marks, (80, 160, 400, 400), strict=True)]
+    assert rows["dqn"]["global_step"] == [[50_000, [300, 300]], *([mark, None] for mark in marks[1:])]
+    assert rows["ppo"]["seconds"][0] == [50, [80, 80]] and rows["dqn"]["seconds"][0] == [50, None]
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "## CartPole-v1, on the way" in text and "| `dqn`, eager | 2 | 300 [300, 300] | - | - | - |" in text
+
+
 @pytest.mark.parametrize(
     ("interval", "seeds", "steps", "expected"),
     [

@@ -97,9 +97,9 @@ class Run:
         resets = np.nansum(self.column("charts/episodes")) if "num_steps" in self.args else 0
         return bool(self.lines) and self.steps + resets >= DONE * (self.budget or 0)
 
-    def until(self, step: int) -> "Run":
-        """The run as it was after so many steps."""
-        return replace(self, lines=[line for line in self.lines if line["global_step"] <= step])
+    def until(self, end: float, position: str = "global_step") -> "Run":
+        """The run as it was after so many steps or, by `position`, seconds."""
+        return replace(self, lines=[line for line in self.lines if line[position] <= end])
 
     def column(self, name: str) -> np.ndarray:
         """A metric (lines,), NaN where a line does not have it."""

@@ -31,6 +31,7 @@ MIN_SEEDS = 5  # from which on intervals are trusted: of fewer, 20 % would tell 
 SAME_BUDGET = 0.9  # ratio of steps from which budgets count as the same
 BINS, LINES = 50, 500  # of a learning curve: what is drawn, and what is kept
 AXES = {"global_step": "environment steps", "seconds": "wall time (s)"}
+SHARES = (0.1, 0.25, 0.5, 1.0)  # of the longest runs, at which several scripts on one environment are compared
 EAGER, COMPILED = ("eager", "lean"), ("compile", "compile+cudagraphs", "cudagraphs")
 INTRODUCTION = f"""
 The return of a run is the mean training return of its last {runs.LAST_EPISODES} episodes. IQM: interquartile mean over
@@ -181,6 +182,31 @@ def add_common_scores(rows: list[dict], panels: dict[tuple[str, str], dict[str, 
                 row |= {"common_steps": end, "common_scores": scores[row["variant"]]}
 
 
+def scores_at(kept: list[runs.Run], end: float, position: str) -> list[float] | None:
+    """Mean return of the last episodes of each run until then; None where one had ended before, or had no episode."""
+    if min(run.column(position)[-1] for run in kept) < SAME_BUDGET * end:
+        return None
+    scores = [runs.final_return(run.until(end, position)) for run in kept]
+    return None if np.isnan(scores).any() else scores
+
+
+def add_milestones(rows: list[dict], panels: dict[tuple[str, str], dict[str, list[runs.Run]]]) -> None:
+    """Where several scripts learnt in one environment, add to its rows [steps, scores], and the same by seconds."""
+    for env_id in dict.fromkeys(env_id for _, env_id in panels):
+        members = {}
+        for (script, _), own in [item for item in panels.items() if item[0][1] == env_id]:
+            members |= {(script, variant): kept for variant, kept in own.items()}
+        if len({script for script, _ in members}) < 2:
+            continue
+        for position in AXES:
+            longest = max(run.column(position)[-1] for kept in members.values() for run in kept)
+            marks = [float(f"{share * longest:.2g}") for share in SHARES]
+            for row in rows:
+                if row["env_id"] == env_id and (kept := members.get((row["script"], row["variant"]))):
+                    scores = [[mark, scores_at(kept, mark, position)] for mark in marks]
+                    row.setdefault("milestones", {})[position] = scores
+
+
 def draw_panel(axis, members: dict[str, list[runs.Run]], position: str) -> None:
     """Curves of the variants of one script and environment against steps or seconds, with bands over the seeds."""
     for variant, kept in members.items():
@@ -260,6 +286,26 @@ def common_cells(row: dict) -> list[str]:
     return [*start, estimate(float(stats.iqm(scores)), interval([scores], stats.pooled_iqm))]
 
 
+def milestone_tables(rows: list[dict], title: str = "## {}") -> list[str]:
+    """For each environment that several scripts learnt in, their scores at the same steps and at the same seconds."""
+    lines = []
+    for env_id in dict.fromkeys(row["env_id"] for row in rows if "milestones" in row):
+        own = [row for row in rows if row["env_id"] == env_id and "milestones" in row]
+        lines += [title.format(f"{env_id}, on the way"), ""]
+        for position, axis in AXES.items():
+            marks = [f"{mark:,.{0 if mark >= 10 else 1}f}" for mark, _ in own[0]["milestones"][position]]
+            cells = []
+            for row in own:
+                scores = [x and np.array(x) for _, x in row["milestones"][position]]
+                cells.append([f"`{row['script']}`, {row['variant']}", len(row["seeds"])])
+                cells[-1] += [
+                    "-" if x is None else estimate(float(stats.iqm(x)), interval([x], stats.pooled_iqm), ",.0f")
+                    for x in scores
+                ]
+            lines += [*table([f"return: IQM [95 %], by {axis}", "seeds", *marks], cells), ""]
+    return lines
+
+
 def listing(title: str, items: list[str]) -> list[str]:
     """A headed list, if it has items."""
     return [f"## {title}", "", *[f"- {item}" for item in items], ""] if items else []
@@ -278,6 +324,7 @@ def markdown(report: dict) -> str:
         header, cells = header[:6], [common_cells(row) for row in rows if "common_scores" in row]
         lines += ["## At the same number of steps", "", "Each run as it was when the shortest one ended.", ""]
         lines += [*table(header, cells), ""]
+    lines += milestone_tables(rows)
     lines += listing("Left out", [f"{row['script']}, {x['run']}: {x['why']}" for row in rows for x in row["left_out"]])
     names = [(f"{row['script']}, {row['env_id']}, {row['variant']}", row["notes"]) for row in rows]
     lines += listing("Notes", [f"{name}: {note}" for name, notes in names for note in notes])
@@ -296,6 +343,7 @@ def write_report(folders: list[Path], out: Path) -> dict:
         if kept:
             panels.setdefault(key[:2], {})[key[2]] = kept
     add_common_scores(rows, panels)
+    add_milestones(rows, panels)
     report = {"provenance": provenance(), "rows": rows, "pairs": compare(rows)}
     thinned = {
         key: {variant: [runs.thin(run, LINES) for run in kept] for variant, kept in members.items()}

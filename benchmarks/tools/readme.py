@@ -254,6 +254,7 @@ def learning_section() -> list[str]:
     header = ["return of the last 100 training episodes", "steps", "eager: IQM [95 %]", "compiled: IQM [95 %]"]
     header += ["CleanRL, mean ± std"]
     lines = [*table_with_flags(header, [row for summary in summaries for row in learning_rows(summary)]), ""]
+    lines += [line for summary in summaries for line in report.milestone_tables(summary["rows"], "{}:")]
     lines += ["Above, below: our interval beside CleanRL's mean ± std. Curves, scores of each seed, commits:"]
     folders = sorted(path.parent.name for path in RESULTS.glob("learning/*/report.json"))
     links = [f"[{name}](benchmarks/results/learning/{name}/report.md)" for name in folders]
