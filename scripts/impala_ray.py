@@ -12,7 +12,8 @@ https://arxiv.org/abs/1802.01561, whose equations are meant below; the network f
 "Human-level control through deep reinforcement learning", https://doi.org/10.1038/nature14236.
 
     python impala_ray.py --env-id CartPole-v1 --num-runners 2 --envs-per-runner 16
-    python impala_ray.py --env-id Pong-v5 --learning-rate 6e-4 --adam-eps 1e-5 --ent-coef 0.01
+    python impala_ray.py --env-id Pong-v5 --learning-rate 6e-4 --adam-eps 1e-5
+        --ent-coef 0.01 --clip-rewards
     python impala_ray.py --ray-address auto --num-runners 64    # on a cluster, after `ray start` on all
 
 Its compiled twin is `impala_ray_torchcompile.py`; the diff of the two shows all that compiling takes.

@@ -276,6 +276,15 @@ def test_sac_of_sb3_has_the_learning_rates_of_the_script():
     assert rates == [args.policy_lr, args.q_lr, args.q_lr] and args.policy_lr != args.q_lr
 
 
+def test_what_differs_from_a_peer_is_said():
+    """By the script or by its algorithm; also in a table of results from before it was known."""
+    for script in ("impala_ray", "ppo_ray", "apex_dqn_ray"):
+        assert "rllib" in peers.differences(script, ["eager", "rllib"])
+    assert list(peers.differences("sac_continuous_action", ["sb3", "eager"])) == ["sb3"]
+    old = {"script": "ppo_ray", "contestants": {"rllib": {}, "eager": {}}, "differences": {}}
+    assert throughput.all_differences(old) == peers.differences("ppo_ray", ["rllib"])
+
+
 def test_dqn_of_the_peers_has_the_loss_and_the_layers_of_the_script():
     model, _ = peer_model("sb3", "dqn")
     from stable_baselines3.dqn import dqn

@@ -49,7 +49,7 @@ Settings of our own scripts that reach a score with at least {SHARE:.0%} of {SEE
 from the start of the process, imports and compiling included, until the mean return of the last 100 training episodes
 reaches the score; a run that never does counts with its whole length. The task is unchanged, and the seeds are not
 those by which the settings were found. Beside each, in turns on the same machine, its pair at the default flags and
-Stable-Baselines3 as its users start it.
+Stable-Baselines3 as its users start it, where that was measured.
 """.strip()
 
 

@@ -125,7 +125,8 @@ DIFFERENCES = {
     },
     "rllib": {
         "impala_ray": "PyTorch's Adam with its own epsilon, a learning rate that stays, always one update a batch",
-        "ppo_ray": "PyTorch's Adam with its own epsilon, and a learning rate that stays",
+        "ppo_ray": "PyTorch's Adam with its own epsilon, a learning rate that stays, no normalization of observations "
+        "or rewards; of actions in a Box the network gives the standard deviation, too",
         "apex_dqn_ray": "one share of random actions, which falls with time, in all environments; Huber's loss",
     },
 }
@@ -133,8 +134,9 @@ DIFFERENCES = {
 
 def differences(script: str, names: list[str]) -> dict[str, str]:
     """What is not as in a script, by peer, of those among the names."""
-    algorithm = TABLE[script].peers or script if script in TABLE else None
-    return {name: DIFFERENCES[name][algorithm] for name in names if algorithm in DIFFERENCES.get(name, {})}
+    algorithm = TABLE[script].peers if script in TABLE else None
+    known = {name: DIFFERENCES.get(name, {}) for name in names}
+    return {name: own[key] for name, own in known.items() for key in (script, algorithm) if key in own}
 
 
 def equalize_sb3(algorithm: str) -> None:

@@ -287,6 +287,11 @@ def ceiling_cells(result: dict, name: str) -> list[str]:
     return [name, *shown, f"{own / alone:.0%}" if own else "-"]
 
 
+def all_differences(result: dict) -> dict[str, str]:
+    """What is not as in the script, by peer; results from before that was known of RLlib have it from today's text."""
+    return peers.differences(result["script"], list(result["contestants"])) | result["differences"]
+
+
 def section(result: dict) -> list[str]:
     """What Markdown says on one script."""
     title = f"## {result['script']} on {result['env_id']}" + f" ({result['flags']})" * bool(result["flags"])
@@ -308,7 +313,7 @@ def section(result: dict) -> list[str]:
     if "device_use" in result:
         speeds = {(result["script"], name): x.get("steps_per_second") for name, x in result["contestants"].items()}
         lines += [*device_use.table_of({result["script"]: result["device_use"]}, speeds), ""]
-    lines += [f"{plots.label(peer)} differs: {text}.\n" for peer, text in result["differences"].items()]
+    lines += [f"{plots.label(peer)} differs: {text}.\n" for peer, text in all_differences(result).items()]
     how = f"{result['rounds']} rounds, windows of {result['window_seconds']:g} s"
     return [*lines, f"{how}; measured {describe(result['provenance'])}", ""]
 

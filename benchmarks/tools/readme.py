@@ -258,7 +258,8 @@ def learning_section() -> list[str]:
     lines += ["Above, below: our interval beside CleanRL's mean ± std. Curves, scores of each seed, commits:"]
     folders = sorted(path.parent.name for path in RESULTS.glob("learning/*/report.json"))
     links = [f"[{name}](benchmarks/results/learning/{name}/report.md)" for name in folders]
-    commits = {commit[:12] for summary in summaries for row in summary["rows"] for commit in row.get("commits", [])}
+    commits = {commit for summary in summaries for row in summary["rows"] for commit in row.get("commits", [])}
+    commits = {commit[:12] + " with uncommitted changes" * commit.endswith("-dirty") for commit in commits}
     return [*lines, ", ".join(links) + ".", f"Commits of the runs: {', '.join(sorted(commits))}.", ""]
 
 
