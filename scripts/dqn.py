@@ -558,13 +558,16 @@ class Envs:
 
     def explain(self, error: Exception) -> str:
         """What broke, in one line; an environment's traceback is printed."""
-        if not isinstance(error, EOFError | ConnectionError):
-            traceback.print_exception(error)
-            return f"{type(error).__name__}: {error}"
-        self.vector.closed = True  # else, at exit, it would wait for the answer of the dead
-        time.sleep(0.1)  # until its exit code is there
-        dead = [f"{i} (exit code {p.exitcode})" for i, p in enumerate(self.vector.processes) if not p.is_alive()]
-        return f"environment worker {', '.join(dead)} died"
+        is_pipe = isinstance(error, EOFError | ConnectionError)  # or it is an environment's own connection that broke
+        workers = getattr(self.vector, "processes", ()) if is_pipe else ()
+        if workers:
+            time.sleep(0.1)  # until exit codes are there
+            self.vector.closed = True  # else, at exit, it would wait for the answer of the dead
+        dead = [f"{i} (exit code {p.exitcode})" for i, p in enumerate(workers) if p.exitcode]
+        if dead:
+            return f"environment worker {', '.join(dead)} died"
+        traceback.print_exception(error)
+        return f"{type(error).__name__}: {error}"
 
     def note_ends(self, infos, done: np.ndarray) -> None:
         """Keep the numbers that `info` holds of each episode that ended, for the log."""
@@ -630,7 +633,8 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     typed = {flag.removeprefix("no_") for flag in flags}
     defaults = {field.name: field.default for field in fields(Args)}
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
-    of_the_machine = ("resume", "override", "device", "ray_address", "checkpoint_every")
+    of_the_machine = ["resume", "override", "device", "checkpoint_every"]
+    of_the_machine += ["ray_address", "fragment_timeout", "runner_restarts"]  # of scripts over Ray
     for name, value in given.items():
         may_change = name in of_the_machine or (name == "total_timesteps" and value > saved.total_timesteps)
         if value != getattr(saved, name) and not may_change:
@@ -801,6 +805,10 @@ class Run:
 
     def save(self) -> None:
         """Write the checkpoint beside the old one, then put it in its place: at any moment the disk has a whole one."""
+        modules = [part for part in self.state.values() if isinstance(part, nn.Module)]
+        if not all(weight.isfinite().all() for module in modules for weight in module.parameters()):
+            where = f"at step {self.step}; the last checkpoint is from {self.saved_step}"
+            sys.exit(f"error: weights are NaN or infinite {where}")
         state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng}
         state |= {"script": Path(__file__).name, "args": asdict(self.args), "seconds": self.seconds}
         state |= {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}

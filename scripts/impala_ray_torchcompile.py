@@ -8,8 +8,7 @@
 """IMPALA, importance-weighted actor-learners, on Ray: from one process to a cluster, compiled.
 
 Espeholt et al. (2018), "IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-Learner Architectures",
-https://arxiv.org/abs/1802.01561, whose equations are meant below; the network for frames by Mnih et al. (2015),
-"Human-level control through deep reinforcement learning", https://doi.org/10.1038/nature14236.
+https://arxiv.org/abs/1802.01561; the network for frames: Mnih et al. (2015), https://doi.org/10.1038/nature14236.
 
     python impala_ray_torchcompile.py --env-id CartPole-v1 --num-runners 2 --envs-per-runner 16
     python impala_ray_torchcompile.py --env-id Pong-v5 --learning-rate 6e-4 --adam-eps 1e-5
@@ -801,13 +800,16 @@ class Envs:
 
     def explain(self, error: Exception) -> str:
         """What broke, in one line; an environment's traceback is printed."""
-        if not isinstance(error, EOFError | ConnectionError):
-            traceback.print_exception(error)
-            return f"{type(error).__name__}: {error}"
-        self.vector.closed = True  # else, at exit, it would wait for the answer of the dead
-        time.sleep(0.1)  # until its exit code is there
-        dead = [f"{i} (exit code {p.exitcode})" for i, p in enumerate(self.vector.processes) if not p.is_alive()]
-        return f"environment worker {', '.join(dead)} died"
+        is_pipe = isinstance(error, EOFError | ConnectionError)  # or it is an environment's own connection that broke
+        workers = getattr(self.vector, "processes", ()) if is_pipe else ()
+        if workers:
+            time.sleep(0.1)  # until exit codes are there
+            self.vector.closed = True  # else, at exit, it would wait for the answer of the dead
+        dead = [f"{i} (exit code {p.exitcode})" for i, p in enumerate(workers) if p.exitcode]
+        if dead:
+            return f"environment worker {', '.join(dead)} died"
+        traceback.print_exception(error)
+        return f"{type(error).__name__}: {error}"
 
     def note_ends(self, infos, done: np.ndarray) -> None:
         """Keep the numbers that `info` holds of each episode that ended, for the log."""
@@ -937,8 +939,12 @@ class OneRunner(Runners):
 
     def __init__(self, args: Args, run: "Run"):
         super().__init__(args, run)
-        if args.num_learners > 1:
-            fail("--num-learners is for --num-runners 1 or more")
+        needs_ray = {"num-learners": args.num_learners > 1, "ray-address": args.ray_address is not None}
+        needs_ray["rollout"] = getattr(args, "rollout", None) == "first-ready"
+        for name in [name for name, is_set in needs_ray.items() if is_set]:
+            fail(f"--{name} {getattr(args, name.replace('-', '_'))} is for --num-runners 1 or more")
+        if args.gpus_per_runner and not torch.cuda.is_available():
+            fail(f"--gpus-per-runner {args.gpus_per_runner:g}: this machine has no GPU")
         self.runner, self.alive = Runner(args, self.seeds), {0}
         self.envs, self.clock = self.runner.envs, self.runner.clock  # one clock, as nobody waits
         self.spaces = self.envs.observation_space, self.envs.action_space
@@ -953,7 +959,8 @@ class OneRunner(Runners):
         for _ in range(batch_fragments):
             self.run.stop_if_asked()
             found.append(self.runner.sample(*self.weights))
-            self.note(found[-1][0])
+        for report, _ in found:
+            self.note(report)
         self.queue.append(0)
         return tuple(zip(*found, strict=True))
 
@@ -965,6 +972,9 @@ def start_ray(args: Args):
         ray = importlib.import_module("ray")
     except ImportError:
         fail("--num-runners needs Ray (pip install -r requirements/requirements-ray.txt); --num-runners 0 does without")
+    for name, number in (("runner", args.gpus_per_runner), ("learner", args.gpus_per_learner)):
+        if number > 1 and number % 1:
+            fail(f"--gpus-per-{name} {number:g}: more than one GPU must be a whole number of them")
     others = max(0, args.num_learners - 1)
     needs = {"CPU": args.num_runners * args.cpus_per_runner + others * args.cpus_per_learner}
     needs["GPU"] = args.num_runners * args.gpus_per_runner + others * args.gpus_per_learner
@@ -1040,9 +1050,11 @@ class RayRunners(Runners):
         self.own_ray, self.ray = "ray" not in sys.modules or not sys.modules["ray"].is_initialized(), start_ray(args)
         place = {"num_cpus": args.cpus_per_runner, "num_gpus": args.gpus_per_runner, "scheduling_strategy": "SPREAD"}
         self.remote, self.actors, self.places, self.weights = self.ray.remote(**place)(RemoteRunner), {}, {}, None
+        # How many fragments are asked of a runner at once, and by how many updates one may be old: see above
         asking = {"batched": (1, 0), "first-ready": (1, 1)}
         self.ahead, self.most_stale = asking.get(getattr(args, "rollout", None), (2, math.inf))
-        self.in_flight = {}  # what will be a runner's report -> whose, and what will be the fragment that it is about
+        # Reference of a report -> index of its runner, reference of its fragment (None while the runner is starting)
+        self.in_flight = {}
         self.failures = [0] * args.num_runners  # in a row
         self.deadline = time.monotonic() + args.fragment_timeout
         for index in range(args.num_runners):
@@ -1094,9 +1106,10 @@ class RayRunners(Runners):
         return ready or self.ray.wait(references, num_returns=1, timeout=0.5)[0]
 
     def hear(self, reference, found: list | None = None, num_ours: int = 0) -> None:
-        """Take what a runner has done: a fragment goes to a free place in `found`, with its report.
+        """Handle a call that is done: let a runner that has started take part, or keep a fragment and its report.
 
-        Those for other learners, after the first `num_ours` places, stay references.
+        These go to a free place in `found`. After the first `num_ours` places, fragments are for other learners: they
+        stay references.
         """
         index, fragment = self.in_flight.pop(reference, (None, None))
         if index is None:
@@ -1122,6 +1135,7 @@ class RayRunners(Runners):
     def collect(self, batch_fragments: int, num_learners: int) -> tuple[tuple, tuple]:
         """Reports and fragments, first those for this learner's batch; references to those for the others."""
         self.clock.lap("learning")
+        self.deadline = time.monotonic() + self.args.fragment_timeout  # an update may have taken longer
         found = [None] * (batch_fragments * num_learners)
         while None in found:
             self.run.stop_if_asked()
@@ -1179,7 +1193,11 @@ class RemoteLearner:
 
     def learn(self, learning_rate: float, *fragments: tuple[np.ndarray, ...]) -> None:
         self.optimizer.learning_rate.fill_(learning_rate)
-        self.learn_from(fragments)
+        try:
+            self.learn_from(fragments)
+        except Exception:
+            torch.distributed.destroy_process_group()  # so that the others do not wait for this one
+            raise
 
 
 def add_up(sums: Tensor) -> Tensor:
@@ -1201,6 +1219,8 @@ class OtherLearners:
 
     def __init__(self, args: Args, runners: Runners):
         self.args, self.runners, self.actors, self.results = args, runners, [], []
+        if args.num_learners > 1 and (runners.run.device.type == "cuda") != (args.gpus_per_learner > 0):
+            fail("all learners need a GPU, or none: --num-learners goes with --gpus-per-learner 1, or --device cpu")
         self.add_up = partial(self.together, add_up)
         for module in [x for x in sys.modules.values() if type(x).__name__ == "ConfigModuleInstance"]:
             # PyTorch's, which `compiled` refers to; other modules can be pickled
@@ -1297,7 +1317,8 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     typed = {flag.removeprefix("no_") for flag in flags}
     defaults = {field.name: field.default for field in fields(Args)}
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
-    of_the_machine = ("resume", "override", "device", "ray_address", "checkpoint_every")
+    of_the_machine = ["resume", "override", "device", "checkpoint_every"]
+    of_the_machine += ["ray_address", "fragment_timeout", "runner_restarts"]  # of scripts over Ray
     for name, value in given.items():
         may_change = name in of_the_machine or (name == "total_timesteps" and value > saved.total_timesteps)
         if value != getattr(saved, name) and not may_change:
@@ -1468,6 +1489,10 @@ class Run:
 
     def save(self) -> None:
         """Write the checkpoint beside the old one, then put it in its place: at any moment the disk has a whole one."""
+        modules = [part for part in self.state.values() if isinstance(part, nn.Module)]
+        if not all(weight.isfinite().all() for module in modules for weight in module.parameters()):
+            where = f"at step {self.step}; the last checkpoint is from {self.saved_step}"
+            sys.exit(f"error: weights are NaN or infinite {where}")
         state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng}
         state |= {"script": Path(__file__).name, "args": asdict(self.args), "seconds": self.seconds}
         state |= {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}

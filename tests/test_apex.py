@@ -284,6 +284,17 @@ def test_priorities_change_what_is_sampled():
     np.testing.assert_allclose(rows[place % 320 >= 160, 3], 1, rtol=1e-5)
 
 
+@pytest.mark.parametrize("exponent", [0.0, 0.6])
+def test_rows_that_are_no_transitions_are_never_drawn(monkeypatch, exponent):
+    """By --priority-exponent 0, too: 0**0 is 1."""
+    args = arguments(env_id="tiny_envs:Choose-v0", priority_exponent=exponent, batch_size=64)
+    runner, seen = runner_of(args, monkeypatch)
+    replay, steps = replay_of(args, runner, 4)
+    expected = naive_transitions(seen, args.n_step).keys()
+    drawn = {steps[place % 320] for _ in range(20) for place in replay.sample(10)[0].ravel()}
+    assert drawn == expected and len(expected) < len(steps)
+
+
 def test_batches_drawn_together_are_each_a_batch():
     """Each spreads over all priorities, and its importance weights are relative to its own rarest transition."""
     np.random.seed(1)
@@ -416,6 +427,14 @@ def test_frames_are_learnt_from_by_convolutions(train):
     expected = network.value(x) + advantage - advantage.mean(1, keepdim=True)
     torch.testing.assert_close(network(torch.from_numpy(obs)), expected, rtol=1e-4, atol=1e-5)
     assert (SCRIPT.load_policy(run.checkpoint, envs)(obs) == expected.argmax(1).numpy()).all()
+
+
+@pytest.mark.parametrize("num_runners", [0, 1])
+@on_ray
+def test_a_network_that_diverges_ends_the_run_in_one_line(train, num_runners):
+    with pytest.raises(SystemExit) as end:
+        train(num_runners=num_runners, learning_rate=1e30, total_timesteps=2000, log_every=1500, checkpoint_every=10**6)
+    assert "NaN or infinite" in end.value.code and "\n" not in end.value.code
 
 
 def test_settings_that_cannot_work_are_refused(capfd):

@@ -421,6 +421,44 @@ def test_full_disk_leaves_the_checkpoint_before(train, monkeypatch, tmp_path, na
     assert sorted(path.name for path in run.run_dir.iterdir()) == ["checkpoint.pt", "config.json", "metrics.jsonl"]
 
 
+@each_kind
+def test_weights_that_are_nan_do_not_replace_a_checkpoint(train, monkeypatch, tmp_path, name):
+    """The log does not see all that is lost: between its last line and the end, weights may be spoilt."""
+    close, kept = load(name).Run.close, []
+
+    def spoil(run, error=None):
+        kept.append((run.dir / "checkpoint.pt").read_bytes())
+        run.saved_step -= 1
+        for part in run.state.values():
+            for weight in part.parameters() if isinstance(part, torch.nn.Module) else ():
+                weight.data.fill_(math.nan)
+        return close(run, error)
+
+    monkeypatch.setattr(load(name).Run, "close", spoil)
+    with pytest.raises(SystemExit) as end:
+        train(name, checkpoint_every=100)
+    assert end.value.code.startswith("error: weights are NaN or infinite at step ") and "\n" not in end.value.code
+    assert (tmp_path / "run0" / "checkpoint.pt").read_bytes() == kept[0]
+
+
+@pytest.mark.parametrize("settings", [{}, IN_PROCESS], ids=["one", "in-process"])
+def test_connection_of_an_environment_that_breaks_is_named(train, monkeypatch, tmp_path, settings):
+    """It is no dead worker, though the error is of the same kind."""
+    monkeypatch.setattr(tiny_envs, "EVENT", "disconnect@153")
+    with pytest.raises(SystemExit) as end:
+        train("ppo_continuous_action", **settings, env_backend="gymnasium")
+    assert "ConnectionResetError: the simulator is gone" in end.value.code
+    assert helpers.outcome(tmp_path / "run0").checkpoint["global_step"] > 0
+
+
+def test_worker_that_died_is_told_from_one_whose_environment_lost_its_connection():
+    """Gymnasium raises the same kind of error for both; a worker that brought its error up has ended in order."""
+    envs, error = object.__new__(load("ppo").Envs), ConnectionResetError("gone")
+    for exitcode, expected in ((0, "ConnectionResetError: gone"), (-9, "environment worker 1 (exit code -9) died")):
+        envs.vector = SimpleNamespace(processes=[SimpleNamespace(exitcode=x) for x in (None, exitcode)], closed=False)
+        assert envs.explain(error) == expected and envs.vector.closed
+
+
 def test_checkpoint_is_on_the_disk_before_it_takes_its_name(train, monkeypatch):
     calls, replace, fsync = [], Path.replace, os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (calls.append("sync"), fsync(file)))

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import gymnasium as gym
@@ -285,6 +286,45 @@ def test_two_learners_are_one_with_twice_the_batch():
     np.testing.assert_allclose(agents[0], agents[1], rtol=1e-3, atol=1e-4)
 
 
+def test_learners_with_and_without_a_gpu_are_refused(capfd):
+    """They would wait for each other for ever: nccl and gloo do not meet."""
+    for device, gpus in (("cuda", 0.0), ("cpu", 1.0)):
+        runners = SimpleNamespace(run=SimpleNamespace(device=torch.device(device)))
+        with pytest.raises(SystemExit) as end:
+            SCRIPT.OtherLearners(arguments(num_learners=2, gpus_per_learner=gpus), runners)
+        assert end.value.code == 2 and "all learners need a GPU, or none" in capfd.readouterr().err
+
+
+@on_ray
+def test_an_update_may_take_longer_than_runners_may_be_silent(train, monkeypatch):
+    """Runners are asked when weights are published, and have had no time yet when the learner asks for fragments."""
+    publish = SCRIPT.RayRunners.publish
+
+    def publish_late(runners, *message):
+        runners.deadline = time.monotonic() - 1
+        publish(runners, *message)
+
+    monkeypatch.setattr(SCRIPT.RayRunners, "publish", publish_late)
+    assert train(num_runners=1, total_timesteps=512).checkpoint["num_updates"] > 1
+
+
+@on_ray
+def test_a_learner_that_breaks_ends_the_run_at_once(train, monkeypatch):
+    """The others do not wait in vain until --fragment-timeout."""
+    update = SCRIPT.OtherLearners.update
+
+    def spoil(learners, *arguments):
+        for actor in learners.actors:
+            learners.runners.ray.get(actor.__ray_call__.remote(lambda self: setattr(self, "learn_from", None)))
+        update(learners, *arguments)
+
+    monkeypatch.setattr(SCRIPT.OtherLearners, "update", spoil)
+    start = time.perf_counter()
+    with pytest.raises(SystemExit) as end:
+        train(num_runners=2, num_learners=2, total_timesteps=512)
+    assert "a learner died" in end.value.code and time.perf_counter() - start < 60
+
+
 @on_ray
 def test_a_whole_run_with_two_learners(train):
     run = train(num_runners=2, num_learners=2, total_timesteps=512)
@@ -336,7 +376,11 @@ def test_settings_that_cannot_work_are_refused(capfd):
     assert "close to it: CartPole-v1" in refused(capfd, env_id="CartPol-v1")
     assert "No module named 'tiny_env'" in refused(capfd, env_id="tiny_env:Reach-v0")
     assert "--fragment-steps 16 can't be divided by --batch-updates 3" in refused(capfd, batch_updates=3)
-    assert "--num-learners is for --num-runners 1 or more" in refused(capfd, num_runners=0, num_learners=2)
+    assert "--num-learners 2 is for --num-runners 1 or more" in refused(capfd, num_runners=0, num_learners=2)
+    assert "--ray-address auto is for --num-runners 1" in refused(capfd, num_runners=0, ray_address="auto")
+    assert "--gpus-per-runner 1.5: more than one GPU must be a whole" in refused(capfd, gpus_per_runner=1.5)
+    if not torch.cuda.is_available():
+        assert "--gpus-per-runner 1: this machine has no GPU" in refused(capfd, num_runners=0, gpus_per_runner=1.0)
     with mock.patch.object(gym.spaces, "Discrete", gym.spaces.Box):
         assert "has actions Discrete" in refused(capfd, num_runners=0)
 

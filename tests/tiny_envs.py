@@ -43,6 +43,8 @@ class Tiny(gym.Env):
         if at == str(self.steps) and not multiprocessing.current_process().name.endswith("-0"):
             if event == "raise":
                 raise RuntimeError("this environment broke")
+            elif event == "disconnect":
+                raise ConnectionResetError("the simulator is gone")
             elif event == "nan_reward":
                 reward = float("nan")
             elif event == "nan_obs":
