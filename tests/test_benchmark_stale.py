@@ -1,5 +1,7 @@
 """Which results are stale, and why."""
 
+import subprocess
+
 import pytest
 
 from benchmarks.common import results
@@ -44,6 +46,33 @@ def test_a_changed_script_is_seen(source, tmp_path, monkeypatch):
         stale.has_changed.cache_clear()
         assert stale.has_changed(name, commit) is changed
     stale.has_changed.cache_clear()
+
+
+def test_a_commit_may_say_that_results_stay(tmp_path, monkeypatch):
+    """A script of three commits: results from before the second one stay, those from before the third do not."""
+
+    def run(*words):
+        done = subprocess.run(["git", "-C", tmp_path, *words], check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    monkeypatch.setattr(stale, "git", run)
+    monkeypatch.setattr(stale, "SCRIPTS", tmp_path / "scripts")
+    (tmp_path / "scripts").mkdir()
+    run("init", "-q")
+    own = ("-c", "user.email=a@b", "-c", "user.name=a")
+    commits = []
+    for i, message in enumerate(("First", "Second\n\nResults-stay: only an error is worded otherwise", "Third")):
+        (tmp_path / "scripts" / "x.py").write_text(f"print({i})\n")
+        run("add", ".")
+        run(*own, "commit", "-q", "-m", message)
+        commits.append(run("rev-parse", "HEAD"))
+        for cached in (stale.has_changed, stale.code_at, stale.keeps_results):
+            cached.cache_clear()
+        if i == 1:
+            assert not stale.has_changed("x.py", commits[0])
+    assert [stale.has_changed("x.py", commit) for commit in commits] == [True, True, False]
+    for cached in (stale.has_changed, stale.code_at, stale.keeps_results):
+        cached.cache_clear()
 
 
 def test_results_that_are_written_do_not_make_the_code_another_one(tmp_path, monkeypatch):

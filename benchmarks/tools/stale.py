@@ -1,7 +1,8 @@
 """Which committed results the code of today might not give again, and why: ./run.sh stale.
 
 A result is fresh if it names the command that made it, if its commit is in the history and held no uncommitted changes,
-and if the scripts that it measured have not changed since; comments, docstrings and formatting do not count.
+and if the scripts that it measured have not changed since; comments, docstrings and formatting do not count, nor does a
+commit whose message says in a line `Results-stay: REASON` why what it changes can't be seen in any result.
 
 Measures: nothing.
 Takes: seconds.
@@ -48,10 +49,29 @@ def is_in_history(commit: str) -> bool:
 
 
 @cache
+def code_at(script: str, commit: str) -> str:
+    """What a script did at a commit; nothing if it was not there."""
+    text = git("show", f"{commit}:scripts/{script}")
+    return code(text) if text else ""
+
+
+@cache
+def keeps_results(commit: str) -> bool:
+    """Whether a commit says that results from before it stay."""
+    return bool(git("log", "-1", "--format=%(trailers:key=Results-stay,valueonly)", commit))
+
+
+@cache
 def has_changed(script: str, commit: str) -> bool:
-    """Whether a script of today does something else than at a commit."""
-    then = git("show", f"{commit}:scripts/{script}")
-    return not then or code(then) != code((SCRIPTS / script).read_text())
+    """Whether a script of today does something else than at a commit, but for what can't be seen in results."""
+    then, now = code_at(script, commit), code((SCRIPTS / script).read_text())
+    if not then or then == now:
+        return not then
+    for later in (git("log", "--reverse", "--format=%H", f"{commit}..HEAD", "--", f"scripts/{script}") or "").split():
+        if code_at(script, later) != then and not keeps_results(later):
+            return True
+        then = code_at(script, later)
+    return then != now
 
 
 def reasons(source: Source) -> list[str]:
