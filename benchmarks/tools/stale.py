@@ -104,7 +104,7 @@ def sources_of(path: Path, result: dict) -> Iterator[Source]:
     elif "script" in result or "network" in result:
         scripts = twins(result.get("script") or result["network"])
     else:
-        pairs = FAMILIES.values() if path.parent.name == "rollout" else ["ppo_env_pool"]
+        pairs = {"rollout": FAMILIES.values(), "scaling": ["ppo_ray"]}.get(path.parent.name, ["ppo_env_pool"])
         scripts = [script for pair in pairs for script in twins(pair)]
     yield Source(name, origin["commit"], origin.get("command"), not origin["uncommitted_changes"], scripts)
 
