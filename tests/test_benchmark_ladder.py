@@ -9,8 +9,6 @@ from benchmark_helpers import refusal
 from benchmarks.throughput import ladder, rungs
 from benchmarks.throughput.rungs import LADDERS, Trick
 
-PENDULUM = ("--env-id", "Pendulum-v1")
-
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
@@ -36,9 +34,15 @@ def test_the_scripts_hold_what_is_taken_out(script):
 def test_all_uncompiled_rungs_learn_the_same(script):
     """But for rounding; compiled ones are compared before each measurement, as they take a minute."""
     eager = [i for i, trick in enumerate(LADDERS[script]) if not trick.is_compiled]
-    found = rungs.check(script, eager, PENDULUM)
+    found = rungs.check(script, eager, rungs.SMOOTH)
     assert all(x["equal"] and x["weights"] < 1e-6 for x in found.values()), found
     assert found[0]["metrics"] > 0 == found[eager[-1]]["metrics"]  # the lowest does compute otherwise
+
+
+def test_rungs_learn_the_same_over_several_rollouts():
+    """A name that a patch brings in must not be one that the loop uses."""
+    found = rungs.check("ppo_continuous_action", [0, 3], (*rungs.SMOOTH, "--total-timesteps", "192"))
+    assert all(x["equal"] for x in found.values()), found
 
 
 def test_a_rung_that_learns_something_else_is_noticed(monkeypatch):
@@ -46,7 +50,7 @@ def test_a_rung_that_learns_something_else_is_noticed(monkeypatch):
         rungs.move_one_by_one(target, online, 0.9 * tau)
 
     monkeypatch.setitem(LADDERS, "td3_continuous_action", (rungs.BASE, Trick("x", names={"move_towards": wrong})))
-    assert not rungs.check("td3_continuous_action", [0], PENDULUM)[0]["equal"]
+    assert not rungs.check("td3_continuous_action", [0], rungs.SMOOTH)[0]["equal"]
 
 
 def test_a_script_that_has_changed_is_refused(monkeypatch, capsys):

@@ -28,7 +28,7 @@ CHECK_SECONDS = 600.0  # for the comparison of all rungs
 INTRODUCTION = """
 Each rung has one trick more than the one below it. The lowest is the loop that everybody writes; the top is the
 compiled script as it stands. All learn the same numbers: the table shows how far their weights are from those of the
-eager script after about fifty updates.
+eager script after about fifty updates on Pendulum, where rounding errors do not grow from step to step.
 """.strip()
 
 
