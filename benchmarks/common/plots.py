@@ -77,6 +77,25 @@ def draw_bars(
     axis.grid(visible=False, axis="y")
 
 
+def draw_groups(axis, groups: dict[str, dict[str, tuple[float, tuple[float, float]]]], form: str = ",.0f") -> None:
+    """For each group the (value, (low, high)) of some variants as horizontal bars, the values behind them."""
+    names = list(dict.fromkeys(name for own in groups.values() for name in own))
+    height = 0.8 / max(len(names), 1)
+    for i, name in enumerate(names):
+        bars = [(place, own[name]) for place, own in enumerate(groups.values()) if name in own]
+        places = np.array([place + (i - (len(names) - 1) / 2) * height for place, _ in bars])
+        values, intervals = np.array([x for _, (x, _) in bars]), np.array([x for _, (_, x) in bars])
+        axis.barh(places, values, color=colour(name), height=0.9 * height, label=label(name))
+        axis.errorbar(values, places, xerr=np.abs(intervals.T - values), fmt="none", ecolor="#333333", elinewidth=1)
+        for place, value, (_, high) in zip(places, values, intervals, strict=True):
+            where = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
+            axis.annotate(f"{value:{form}}", (high, place), **where)
+    axis.set_yticks(range(len(groups)), list(groups))
+    axis.invert_yaxis()
+    axis.margins(x=0.15)
+    axis.grid(visible=False, axis="y")
+
+
 def draw_heat_map(axis, log2_ratios: np.ndarray, notes: np.ndarray, rows: list[str], columns: list[str]) -> None:
     """Ratios (rows, columns) as colours, orange below 1 and blue above, from 1/4 to 4; grey where they are NaN."""
     colours = matplotlib.colors.LinearSegmentedColormap.from_list("ratio", ["#D55E00", "#F7F7F7", "#0072B2"])

@@ -347,8 +347,53 @@ SECTIONS = {
 }  # fmt: skip
 
 
+def draw_overview(results: Path) -> None:
+    """README's picture, `overview.png`: speeds as multiples of SB3's, and the seconds to a score, on one machine.
+
+    The machine is the one that was measured last, of those that have both.
+    """
+    speeds, scores = {}, {}
+    for path in results.glob("throughput/**/*.json"):
+        result = json.loads(path.read_text())
+        if not result["flags"] and "steps_per_second" in result["contestants"].get("sb3", {}):
+            speeds.setdefault(machine_of(result["provenance"]), []).append(result)
+    for path in sorted(results.glob("time_to_score/*.json")):
+        result = json.loads(path.read_text())
+        scores.setdefault(machine_of(result["provenance"]), []).append(result)
+    both = {max(x["provenance"]["date"] for x in speeds[name]): name for name in speeds.keys() & scores.keys()}
+    if not both:
+        return
+    machine = both[max(both)]
+    with plots.figure(results / "overview.png", columns=2, size=(5.6, 4.2)) as ((left, right),):
+        draw_speeds(left, sorted(speeds[machine], key=lambda x: x["script"]))
+        draw_times(right, scores[machine][0])
+
+
+def draw_speeds(axis, results: list[dict]) -> None:
+    """How many times as fast as SB3 the contestants of each pair are, with 95 % intervals."""
+    groups = {}
+    for result in results:
+        measured = [name for name, x in result["contestants"].items() if "steps_per_second" in x and name != "sb3"]
+        ratios = [throughput.ratio(result["contestants"], name, "sb3") for name in measured]
+        groups[f"{result['script']}\n{result['env_id']}"] = {x["of"]: (x["ratio"], x["interval"]) for x in ratios}
+    plots.draw_groups(axis, groups, ".1f")
+    axis.axvline(1, color=plots.colour("sb3"), label=plots.label("sb3"))
+    axis.legend()
+    plots.describe_axis(axis, "Environment steps/s, times those of SB3", "", "")
+
+
+def draw_times(axis, result: dict) -> None:
+    """The mean seconds from pressing Enter to a score, with 95 % intervals."""
+    own = {name: time_to_score.summarize(rows) for name, rows in result["contestants"].items()}
+    own = {name: x for name, x in own.items() if x["runs"]}
+    plots.draw_bars(axis, list(own), [x["mean"] for x in own.values()], [x["interval"] for x in own.values()])
+    title = f"Seconds from pressing Enter until {result['script']}\nhas {result['score']:,g} on {result['env_id']}"
+    plots.describe_axis(axis, title, "", "")
+
+
 def write_summaries(results: Path) -> None:
     """Write the Markdown and the figures below a folder of results."""
+    draw_overview(results)
     rooms = {"throughput": throughput, "inference": inference, "rollout": rollout, "env_pools": env_pools}
     rooms |= {"time_to_score": time_to_score, "speedrun": speedrun, "ladder": ladder, "scaling": scaling}
     for name, room in rooms.items():
