@@ -89,7 +89,11 @@ def off_policy(args) -> dict:
 
 
 def dqn(args, is_jax: bool, _is_image: bool) -> dict:
-    settings = {"learning_rate": args.learning_rate, "train_freq": args.train_frequency, "gradient_steps": 1}
+    if args.double_dqn:
+        fail("the libraries have no double DQN")
+    # `train_freq` counts steps of all environments at once
+    settings = {"learning_rate": args.learning_rate, "train_freq": args.train_frequency}
+    settings |= {"gradient_steps": args.num_envs}
     settings |= {"target_update_interval": args.target_network_frequency}
     settings |= {"exploration_fraction": args.exploration_fraction}
     settings |= {"exploration_initial_eps": args.epsilon_start, "exploration_final_eps": args.epsilon_end}
@@ -124,10 +128,13 @@ DIFFERENCES = {
         "sac": "a step of the actor with each step of the critics, where the script takes two after every second one",
     },
     "rllib": {
-        "impala_ray": "PyTorch's Adam with its own epsilon, a learning rate that stays, always one update a batch",
-        "ppo_ray": "PyTorch's Adam with its own epsilon, a learning rate that stays, no normalization of observations "
-        "or rewards; of actions in a Box the network gives the standard deviation, too",
-        "apex_dqn_ray": "one share of random actions, which falls with time, in all environments; Huber's loss",
+        "impala_ray": "Gymnasium's environments, where the script takes EnvPool's by default; PyTorch's Adam with its "
+        "own epsilon, a learning rate that stays, always one update a batch",
+        "ppo_ray": "Gymnasium's environments, where the script takes EnvPool's of MuJoCo if a runner has several; "
+        "PyTorch's Adam with its own epsilon, a learning rate that stays, no normalization of observations or rewards; "
+        "of actions in a Box the network gives the standard deviation, too",
+        "apex_dqn_ray": "Gymnasium's environments, where the script takes EnvPool's by default; one share of random "
+        "actions, which falls with time, in all environments; Huber's loss",
     },
 }
 
@@ -195,7 +202,8 @@ def make_envs(module: ModuleType, args, normalize: bool):
         if hasattr(args, "async_envs"):  # the libraries wait for all games at once
             return EnvPoolVecEnv(module.Envs(replace(args, async_envs=False), seeds.tolist()).pools[0])
         return EnvPoolVecEnv(module.Envs(args, seeds.tolist()).vector)
-    envs = DummyVecEnv([lambda: Monitor(gym.make(args.env_id, disable_env_checker=True))] * args.num_envs)
+    more = json.loads(args.env_kwargs) | {"disable_env_checker": True}
+    envs = DummyVecEnv([lambda: Monitor(gym.make(args.env_id, **more))] * args.num_envs)
     return VecNormalize(envs, gamma=args.gamma) if normalize else envs
 
 
