@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ from benchmark_helpers import benchmark, benchmark_here, refusal, toy_flags
 
 from benchmarks.common import processes, results, runs
 from benchmarks.common.pairs import TABLE
-from benchmarks.common.programs import PEERS, SCRIPTS, load_script
+from benchmarks.common.programs import PEERS, RLLIB_PYTHON, ROOT, SCRIPTS, load_script
 from benchmarks.throughput import ceilings, peers, throughput
 
 FLAGS = " ".join(["--log-every=50", "--learning-starts=100", "--total-timesteps=4000"])
@@ -258,12 +259,13 @@ def test_no_program_that_learns_is_steady_before_its_first_update(tmp_path, lear
     assert (learnt is not None and learnt > 1 and lines[-1]["seconds"] > 1.3) if learns else learnt is None
 
 
-def peer_model(peer: str, script: str):
+def peer_model(peer: str, script: str, **settings):
     """A peer's model for a script at small sizes, and the script's settings."""
     if importlib.util.find_spec(PEERS[peer]) is None:
         pytest.skip(f"{peer} is not installed")
     module = load_script(SCRIPTS / f"{script}.py")
-    args = module.Args(env_id="CartPole-v1" if script == "dqn" else "Pendulum-v1", buffer_size=1000)
+    task = {"env_id": "CartPole-v1" if script == "dqn" else "Pendulum-v1", "buffer_size": 1000}
+    args = module.Args(**task, **settings)
     return peers.make_model(peer, TABLE[script].peers, args, peers.make_envs(module, args, normalize=False)), args
 
 
@@ -294,6 +296,25 @@ def test_dqn_of_the_peers_has_the_loss_and_the_layers_of_the_script():
     model, _ = peer_model("sbx", "dqn")
     layers = model.policy.qf_state.params["params"].values()
     assert [layer["kernel"].shape for layer in layers] == [(4, 120), (120, 84), (84, 2)]
+
+
+def test_peers_learn_as_often_and_in_the_same_environment_as_the_script(capsys):
+    """DQN: updates for all environments; the constructor's arguments; and no flag that a library lacks."""
+    settings = {"num_envs": 3, "sync_envs": True, "env_kwargs": '{"sutton_barto_reward": true}'}
+    model, _ = peer_model("sb3", "dqn", **settings)
+    assert (model.train_freq.frequency, model.gradient_steps, model.n_envs) == (10, 3, 3)
+    assert model.env.envs[0].unwrapped._sutton_barto_reward
+    with pytest.raises(SystemExit):
+        peer_model("sb3", "dqn", double_dqn=True)
+    assert "no double DQN" in capsys.readouterr().err
+
+
+def test_rllib_refuses_flags_that_it_would_ignore():
+    if not RLLIB_PYTHON.exists():
+        pytest.skip(f"no {RLLIB_PYTHON}")
+    arguments = [str(RLLIB_PYTHON), "benchmarks/throughput/peer_rllib.py", "impala_ray", "--log-every=5"]
+    run = subprocess.run([*arguments, "--env-kwargs", "{}"], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 2 and "RLlib is not told of --env-kwargs" in run.stderr and "--log-every" not in run.stderr
 
 
 @pytest.mark.parametrize("peer", ["sb3", "sbx"])

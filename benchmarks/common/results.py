@@ -20,7 +20,7 @@ from benchmarks.common.programs import ROOT, fail
 
 PACKAGES = (
     "torch", "triton", "tensordict", "gymnasium", "mujoco", "envpool", "numpy", "onnxruntime", "stable_baselines3",
-    "sbx-rl", "jax", "tianshou", "torchrl",
+    "sbx-rl", "jax", "tianshou", "torchrl", "ray",
 )  # fmt: skip
 
 

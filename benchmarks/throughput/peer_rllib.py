@@ -3,8 +3,9 @@
     RLLIB_PYTHON benchmarks/throughput/peer_rllib.py {impala_ray,ppo_ray,apex_dqn_ray} [FLAGS]
 
 It runs in a virtual environment of its own (requirements/requirements-rllib.txt), so it imports nothing of this
-repository. Networks, fragments, batches and settings are the script's; RLlib steps its environments in the runners'
-processes, as the script does. The run folder gets a log of the same form.
+repository. Networks, fragments, batches, settings and the learner's one thread are the script's; RLlib steps its
+environments in the runners' processes, as the script does, but only Gymnasium's, where the script may take EnvPool's.
+The run folder gets a log of the same form.
 """
 
 import argparse
@@ -14,7 +15,10 @@ import sys
 import time
 from pathlib import Path
 
+import gymnasium
+import numpy
 import ray
+import torch
 from ray.rllib.algorithms.dqn import DQNConfig
 from ray.rllib.algorithms.impala import IMPALAConfig
 from ray.rllib.algorithms.ppo import PPOConfig
@@ -41,14 +45,24 @@ OWN_SETTINGS = {
 }  # fmt: skip
 
 
+# Flags of the scripts that RLlib does without; that, and why it is fair, is among the differences of `peers.py`
+LEFT_OUT = {
+    "--no-tensorboard", "--log-every", "--batch-updates", "--norm-obs", "--norm-rewards", "--env-backend", "--device",
+    "--epsilon-start", "--compile", "--no-compile",
+}  # fmt: skip
+
+
 def settings() -> argparse.Namespace:
-    """The script's flags, of which those are ignored that RLlib has no like of."""
+    """The script's flags; those that RLlib is not told of are refused, but for some that make no other task."""
     parser = argparse.ArgumentParser()
     parser.add_argument("script", choices=OWN_SETTINGS)
     own = next((OWN_SETTINGS[word] for word in sys.argv if word in OWN_SETTINGS), {})
     for name, default in (SETTINGS | own).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
-    return parser.parse_known_args()[0]
+    args, others = parser.parse_known_args()
+    if unknown := [word for word in others if word.startswith("--") and word.split("=")[0] not in LEFT_OUT]:
+        parser.error(f"RLlib is not told of {', '.join(unknown)}: leave it out, or measure without this peer")
+    return args
 
 
 def impala(args: argparse.Namespace) -> IMPALAConfig:
@@ -115,8 +129,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
     folder = Path(args.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"script": f"{args.script}.py", "peer": "rllib", "args": vars(args), "versions": {"ray": ray.__version__}}
+    versions = {"python": sys.version.split()[0]}
+    versions |= {module.__name__: module.__version__ for module in (ray, torch, gymnasium, numpy)}
+    config = {"script": f"{args.script}.py", "peer": "rllib", "args": vars(args), "versions": versions}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    torch.set_num_threads(1)  # of the learner, which is in this process, as the script's; Ray gives its workers one
     ray.init(address="local", num_cpus=args.num_runners + 2, include_dashboard=False, log_to_driver=False)
     algo, start, written = algorithm(args), time.perf_counter(), (0, 0.0)
     with (folder / "metrics.jsonl").open("w", buffering=1) as file:

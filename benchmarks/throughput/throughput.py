@@ -224,7 +224,7 @@ def measure_device_use(script: str, contestants: dict[str, dict], options: Optio
 def measure_script(script: str, options: Options, bar: tqdm) -> dict:
     """All rounds of one script, its variants and peers, and what follows from them."""
     names = [*(options.variants or default_variants()), *(peer for peer in options.peers if peer in peers_of(script))]
-    results = {name: [] for name in names}
+    results, versions = {name: [] for name in names}, {}  # versions: of peers that have an environment of their own
     flags = ["--no-tensorboard", *same_phase(script), *often_logged(script)]
     caches = Path(tempfile.mkdtemp())
     try:
@@ -235,6 +235,8 @@ def measure_script(script: str, options: Options, bar: tqdm) -> dict:
                 arguments = [*command(script, name), "--seed", str(i + 1), *flags]
                 measured, run = measure(arguments, options, **cache)
                 results[name].append(measured)
+                if name == "rllib":
+                    versions[name] = run.config.get("versions", {})
                 bar.update()
         contestants = {name: summarize(results[name]) for name in names}
         for name in names if options.whole_steps else ():
@@ -244,6 +246,7 @@ def measure_script(script: str, options: Options, bar: tqdm) -> dict:
         result = {"script": script, "env_id": run.env_id, "flags": options.flags, "rounds": options.rounds}
         result |= {"window_seconds": options.window, "contestants": contestants, **compare(contestants)}
         result["differences"] = peers.differences(script, names)
+        result["peer_versions"] = versions
         if options.ceilings:
             result["ceilings"] = measure_ceilings(script, contestants, options, bar, caches)
             if gpu_model():
@@ -276,6 +279,8 @@ def contestant_cells(result: dict, name: str) -> list[str]:
     whole = own.get("whole", {})
     speed = f"{whole['steps_per_second']:,.0f} ({whole['steps']:,} steps)" if "steps" in whole else "-"
     cells = [plots.label(name), estimate(own["steps_per_second"], own["quartiles"], ",.0f"), speed, *to, starts, even]
+    if result["script"].endswith("_ray"):  # the workers' are not seen
+        return [*cells, "-", "-"]
     return [*cells, f"{own['peak_memory_mb']:,.0f}", f"{own['cores_used']:.1f}"]
 
 
@@ -314,6 +319,8 @@ def section(result: dict) -> list[str]:
         speeds = {(result["script"], name): x.get("steps_per_second") for name, x in result["contestants"].items()}
         lines += [*device_use.table_of({result["script"]: result["device_use"]}, speeds), ""]
     lines += [f"{plots.label(peer)} differs: {text}.\n" for peer, text in all_differences(result).items()]
+    for peer, own in result.get("peer_versions", {}).items():
+        lines += [f"{plots.label(peer)} has {', '.join(f'{name} {number}' for name, number in own.items())}.\n"]
     how = f"{result['rounds']} rounds, windows of {result['window_seconds']:g} s"
     return [*lines, f"{how}; measured {describe(result['provenance'])}", ""]
 
