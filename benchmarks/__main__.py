@@ -41,6 +41,7 @@ def main(arguments: list[str]) -> int | None:
     missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
     if missing:
         fail(f"this Python lacks {', '.join(missing)}: pip install -r requirements/requirements.txt")
+    importlib.import_module("benchmarks.common.results").code_at_start()
     module = importlib.import_module(COMMANDS[name])
     if not hasattr(module, "Options"):
         return module.main(flags)

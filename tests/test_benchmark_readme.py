@@ -3,7 +3,9 @@
 import json
 import shutil
 
-from benchmarks.common.results import machine_folder, machine_of, provenance
+import pytest
+
+from benchmarks.common.results import Target, machine_folder, machine_of, provenance
 from benchmarks.tools import readme
 
 
@@ -42,6 +44,33 @@ def test_results_of_another_machine_stay(tmp_path):
     (tmp_path / "dqn.json").write_text(json.dumps({"provenance": other}))
     folder = machine_folder(tmp_path)
     assert folder.parent == tmp_path and folder.name.islower() and "another" not in folder.name
+
+
+def test_a_result_is_not_replaced_by_one_that_does_not_stand_for_it(tmp_path, capsys):
+    """By one of another machine or question, or of fewer contestants; nor by a part of one, while that is not whole."""
+    path, ours = (
+        tmp_path / "ppo.json",
+        {"provenance": provenance(), "score": 490, "contestants": {"eager": 1, "sb3": 2}},
+    )
+    question = {"score": 490, "contestants": ["sb3", "eager", "sbx"]}
+    Target(path, **question).write(ours, is_whole=False)
+    assert json.loads(path.read_text()) == ours  # there was none before
+
+    def refused(**changes) -> str:
+        with pytest.raises(SystemExit):
+            Target(path, **question | changes)
+        return capsys.readouterr().err
+
+    assert "has score 490" in refused(score=400)
+    assert "has the contestants sb3, which yours would lack" in refused(contestants=["eager"])
+    target = Target(path, **question)
+    target.write(ours | {"seeds": [1]}, is_whole=False)
+    assert json.loads(path.read_text()) == ours and list(tmp_path.glob("*.json")) == [path]
+    target.write(ours | {"seeds": [1, 2]})
+    assert json.loads(path.read_text())["seeds"] == [1, 2] and list(tmp_path.iterdir()) == [path]
+    machine = {"cpu": "Another CPU", "cores": 2, "gpu": None}
+    path.write_text(json.dumps(ours | {"provenance": provenance() | {"machine": machine}}))
+    assert "is of 2 cores of Another CPU" in refused()
 
 
 def test_the_overview_is_of_the_machine_measured_last(tmp_path, monkeypatch):
@@ -98,17 +127,22 @@ def test_the_time_to_a_score_is_shown(tmp_path, monkeypatch):
     (tmp_path / "time_to_score" / "ppo.json").write_text(text)
     header, _, row, *_ = readme.score_section()
     assert header.endswith("| score | eager | SB3 (PyTorch) |")
-    assert row == "| `ppo`, CartPole-v1 | 490.04 | 20 [10, 30], 2 of 3 | failed |"
+    assert row == "| `ppo`, CartPole-v1 | 490.04 | ≥ 20 [10, 30], 2 of 3 | failed |"
 
 
 def test_the_compiled_variant_of_a_gpu_has_graphs():
-    contestants = {name: {"steps_per_second": 100.0 * i} for i, name in enumerate(("eager", "compile"), 1)}
+    names = ("eager", "compile")
+    contestants = {name: {"steps_per_second": 100.0 * i, "failed": []} for i, name in enumerate(names, 1)}
+    contestants["compile"]["failed"] = ["exit code 1"]
     contestants["compile+cudagraphs"] = {"steps_per_second": 900.0, "cold_seconds": 30.0, "warm_seconds": 9.0}
+    contestants["compile+cudagraphs"]["failed"] = []
     ratios = [{"of": "compile+cudagraphs", "to": "eager", "ratio": 9.0, "interval": [8.9, 9.1]}]
     result = {"script": "ppo", "env_id": "CartPole-v1", "flags": "", "contestants": contestants, "ratios": ratios}
+    result["rounds"] = 3
     row = readme.speed_row(result)
-    assert row[3:5] == ["100", "900"] and row[7:9] == ["9.0 [8.9, 9.1]", "30 / 9"]
-    assert readme.speed_row(result | {"contestants": {"eager": contestants["eager"]}})[4] == "-"
+    assert row[1] == "3, 1 failed runs" and row[4:6] == ["100", "900"] and row[8:10] == ["9.0 [8.9, 9.1]", "30 / 9"]
+    row = readme.speed_row(result | {"contestants": {"eager": contestants["eager"]}})
+    assert (row[1], row[5]) == ("3", "-")
 
 
 def test_searches_that_differ_by_their_seed_are_one_row(tmp_path, monkeypatch):
@@ -125,4 +159,4 @@ def test_searches_that_differ_by_their_seed_are_one_row(tmp_path, monkeypatch):
     rows = [line.split(" | ")[2:] for line in readme.search_section()[2:4]]
     alone, population = rows
     assert alone == ["none", "20 of 1,000 steps", "1", "300", "10%", "80 [60, 95] |"]
-    assert population == ["pbt", "4 of 1,000 steps", "2", "420 [400, 440]", "75%", "- |"]
+    assert population == ["pbt", "4 of 1,000 steps", "2", "400 to 440", "75%", "- |"]

@@ -131,6 +131,19 @@ def test_a_resumed_run_names_its_commits(tmp_path):
     assert row["commits"] == ["beef", "c0ffee"] and row["notes"] == ["a: resumed, commits c0ffee, then beef"]
 
 
+def test_settings_that_a_resumed_run_changed_count(tmp_path):
+    """As those that it ended with: it is no longer whole by its first budget, and its row says what was changed."""
+    resumed = [{"global_step": 1000, "commit": "c0ffee", "changed": {"learning_rate": 1e-3}}]
+    make_run(tmp_path / "a", curve(480), total=500_000, resumed=resumed)
+    (row,) = report.write_report([tmp_path], tmp_path / "out")["rows"]
+    assert row["notes"] == ["a: resumed, with learning_rate = 0.001"]
+    assert runs.read_run(tmp_path / "a").args["learning_rate"] == 1e-3
+    resumed[0]["changed"] = {"total_timesteps": 1_000_000}
+    make_run(tmp_path / "b" / "a", curve(480), total=500_000, resumed=resumed)
+    (row,) = report.write_report([tmp_path / "b"], tmp_path / "out")["rows"]
+    assert not row["seeds"] and row["left_out"][0]["why"] == "ended after 500,000 of 1,000,000 steps"
+
+
 def test_quoted_patterns(folder, monkeypatch):
     monkeypatch.chdir(folder)
     assert [x.name for x in report.expand((Path("e*"), Path("c1")))] == ["e0", "e1", "e2", "e3", "empty", "c1"]

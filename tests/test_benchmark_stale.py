@@ -1,10 +1,12 @@
 """Which results are stale, and why."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from benchmarks.common import results
+from benchmarks.common.programs import ROOT
 from benchmarks.common.results import git
 from benchmarks.tools import stale
 
@@ -18,7 +20,7 @@ def source():
     if not commit:
         pytest.skip("there is no git history here")
     return lambda **changes: stale.Source(
-        **{"name": "x", "commit": commit, "command": "./run.sh x", "is_clean": True, "scripts": []} | changes
+        **{"name": "x", "commit": commit, "command": "./run.sh x", "is_clean": True, "files": []} | changes
     )
 
 
@@ -33,16 +35,36 @@ def test_reasons(source, monkeypatch):
     assert stale.reasons(source(is_clean=False)) == ["it was made with uncommitted changes"]
     assert stale.reasons(source(commit="0123456789abcdef")) == ["commit 0123456789ab is not in the history"]
     assert stale.reasons(source(commit=None)) == ["commit none is not in the history"]
-    monkeypatch.setattr(stale, "has_changed", lambda script, _commit: script == "dqn.py")
-    assert stale.reasons(source(scripts=["ppo.py", "dqn.py"])) == ["dqn.py has changed"]
+    monkeypatch.setattr(stale, "has_changed", lambda file, _commit: file == "scripts/dqn.py")
+    assert stale.reasons(source(files=["scripts/ppo.py", "scripts/dqn.py"])) == ["dqn.py has changed"]
+    assert stale.reasons(source(changed_until="abc")) == ["the code changed while it ran, until abc"]
+
+
+@pytest.mark.parametrize(
+    ("path", "names", "files"),
+    [
+        ("ladder/ppo.json", ["eager"], ["rungs.py"]),
+        ("throughput/ppo.json", ["eager", "sb3"], ["peers.py"]),
+        ("throughput/ppo_ray.json", ["eager", "rllib"], ["peer_rllib.py"]),
+        ("speedrun/ppo.json", ["record", "sb3-defaults"], ["peers.py"]),
+        ("throughput/ppo.json", ["eager"], []),
+    ],
+)
+def test_what_drives_peers_and_rungs_counts_too(path, names, files):
+    """But not the words on what differs, which are in the same file."""
+    (path,) = stale.makers(stale.RESULTS / path, {"contestants": dict.fromkeys(names)}) or [None]
+    assert (path and Path(path).name) == (files[0] if files else None) and (path is None or (ROOT / path).exists())
+    text = "DIFFERENCES = {}\n\n\ndef train():\n    return 1\n"
+    assert stale.code(text) == stale.code(text.replace("{}", "{1: 2}")) != stale.code(text.replace("n 1", "n 2"))
 
 
 def test_a_changed_script_is_seen(source, tmp_path, monkeypatch):
-    commit, name = source().commit, "ppo.py"
-    text = git("show", f"{commit}:scripts/{name}")
+    commit, name = source().commit, "scripts/ppo.py"
+    text = git("show", f"{commit}:{name}")
+    (tmp_path / "scripts").mkdir()
     for content, changed in ((f"# a comment\n{text}", False), (f"{text}\nprint()\n", True)):
         (tmp_path / name).write_text(content)
-        monkeypatch.setattr(stale, "SCRIPTS", tmp_path)
+        monkeypatch.setattr(stale, "ROOT", tmp_path)
         stale.has_changed.cache_clear()
         assert stale.has_changed(name, commit) is changed
     stale.has_changed.cache_clear()
@@ -56,7 +78,7 @@ def test_a_commit_may_say_that_results_stay(tmp_path, monkeypatch):
         return done.stdout.strip()
 
     monkeypatch.setattr(stale, "git", run)
-    monkeypatch.setattr(stale, "SCRIPTS", tmp_path / "scripts")
+    monkeypatch.setattr(stale, "ROOT", tmp_path)
     (tmp_path / "scripts").mkdir()
     run("init", "-q")
     own = ("-c", "user.email=a@b", "-c", "user.name=a")
@@ -69,14 +91,15 @@ def test_a_commit_may_say_that_results_stay(tmp_path, monkeypatch):
         for cached in (stale.has_changed, stale.code_at, stale.keeps_results):
             cached.cache_clear()
         if i == 1:
-            assert not stale.has_changed("x.py", commits[0])
-    assert [stale.has_changed("x.py", commit) for commit in commits] == [True, True, False]
+            assert not stale.has_changed("scripts/x.py", commits[0])
+    assert [stale.has_changed("scripts/x.py", commit) for commit in commits] == [True, True, False]
     for cached in (stale.has_changed, stale.code_at, stale.keeps_results):
         cached.cache_clear()
 
 
 def test_results_that_are_written_do_not_make_the_code_another_one(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "code_at_start", results.code_state)
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     git("init", "--quiet")
     (tmp_path / "benchmarks" / "results" / "x.json").write_text("{}")
@@ -85,12 +108,37 @@ def test_results_that_are_written_do_not_make_the_code_another_one(tmp_path, mon
     assert results.provenance()["uncommitted_changes"] is True
 
 
+def test_code_that_changes_while_it_is_measured_is_noticed(tmp_path, monkeypatch):
+    """A result names the commit that it began with; a commit of words in between does not count, one of code does."""
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    git("init", "--quiet")
+
+    def commit(name: str) -> str:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+        git("add", ".")
+        git("-c", "user.email=a@b", "-c", "user.name=a", "commit", "--quiet", "-m", name)
+        return git("rev-parse", "HEAD")
+
+    for name in ("scripts", "benchmarks", "requirements"):
+        first = commit(f"{name}/x.py")
+    results.code_at_start.cache_clear()
+    results.code_at_start()
+    commit("README.md")
+    own = results.provenance()
+    assert own["commit"] == first and "changed_until" not in own and not own["uncommitted_changes"]
+    last = commit("scripts/y.py")
+    own = results.provenance()
+    assert own["commit"] == first and own["changed_until"] == last and last[:12] in results.commit_of(own)
+    results.code_at_start.cache_clear()
+
+
 def test_rows_of_a_report_have_the_commits_of_their_runs():
     row = {"script": "ppo", "env_id": "CartPole-v1", "variant": "compile --bf16", "commits": ["abc", "def-dirty"]}
     path = stale.RESULTS / "learning" / "ppo" / "report.json"
     found = list(stale.sources_of(path, {"pairs": [], "rows": [row], "provenance": {"command": "./run.sh sweep"}}))
     assert [(x.commit, x.is_clean) for x in found] == [("abc", True), ("def", False)]
-    assert found[0].scripts == ["ppo_torchcompile.py"] and "CartPole-v1" in found[0].name
+    assert found[0].files == ["scripts/ppo_torchcompile.py"] and "CartPole-v1" in found[0].name
 
 
 @pytest.mark.xfail(reason="results of before they named their commands are still to be measured again", strict=False)

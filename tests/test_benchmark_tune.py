@@ -163,10 +163,16 @@ def test_a_trial_that_goes_back_loses_its_later_reports():
 
 @pytest.mark.parametrize(
     ("best", "verdict"),
-    [([9.0, 9.5, 10.0], "found"), ([1.0, 2.0, 3.0], "holds zero"), ([0.1, 0.1, 0.1], "worse"), ([9.0], "too few")],
+    [
+        ([9.0, 9.5, 10.0, 9.0, 9.0], "found"),
+        ([1.0, 2.0, 3.0, 1.0, 2.0], "holds zero"),
+        ([0.1, 0.1, 0.1, 0.1, 0.1], "worse"),
+        ([9.0, 9.5, 10.0, 9.0], "too few"),
+        ([9.0], "too few"),
+    ],
 )
 def test_the_verdict_rests_on_the_interval(best, verdict):
-    assert verdict in tune_report.compare({"default": [1.0, 2.0, 3.0], "best": best})["verdict"]
+    assert verdict in tune_report.compare({"default": [1.0, 2.0, 3.0, 1.0, 2.0], "best": best})["verdict"]
 
 
 @needs_tune

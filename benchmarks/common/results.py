@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -72,15 +73,32 @@ def command_line() -> str | None:
     return shlex.join(["./run.sh", *map(portable, sys.argv[1:])])
 
 
+# What makes a result; results that are being written do not make the code another one
+CODE = ("scripts", "benchmarks", "requirements", ":(exclude)benchmarks/results")
+
+
+def code_state() -> dict:
+    """The commit that is checked out, and whether the code differs from it."""
+    changes = bool(git("status", "--porcelain", "--", *CODE))
+    return {"commit": git("rev-parse", "HEAD") or None, "uncommitted_changes": changes}
+
+
+@cache
+def code_at_start() -> dict:
+    """The state of the code when this was first called: a command calls it before anything else."""
+    return code_state()
+
+
 def provenance() -> dict:
-    """What every result carries, for its JSON file."""
-    # Results that are being written do not make the code another one
-    code = ("scripts", "benchmarks", "requirements", ":(exclude)benchmarks/results")
+    """What every result carries, for its JSON file: the code as it was at the start, and whether it stayed so."""
+    start, now = code_at_start(), code_state()
+    has_changed = bool(git("diff", "--name-only", f"{start['commit']}", f"{now['commit']}", "--", *CODE))
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command_line(),
-        "commit": git("rev-parse", "HEAD") or None,
-        "uncommitted_changes": bool(git("status", "--porcelain", "--", *code)),
+        "commit": start["commit"],
+        "uncommitted_changes": start["uncommitted_changes"] or now["uncommitted_changes"],
+        **({"changed_until": now["commit"]} if has_changed else {}),
         "versions": package_versions(),
         "machine": {"cpu": cpu_model(), "cores": len(os.sched_getaffinity(0)), "gpu": gpu_model()},
     }
@@ -103,7 +121,8 @@ def machine_of(source: dict) -> str:
 
 def commit_of(source: dict) -> str:
     """The commit of a provenance in words."""
-    return (source["commit"] or "none")[:12] + " with uncommitted changes" * source["uncommitted_changes"]
+    until = f" to {source['changed_until'][:12]}, which came while it ran" if "changed_until" in source else ""
+    return (source["commit"] or "none")[:12] + until + " with uncommitted changes" * source["uncommitted_changes"]
 
 
 def describe(source: dict) -> str:
@@ -131,6 +150,37 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def write_json(path: Path, content) -> None:
     """Write a JSON file, whole at any moment."""
     write_whole(path, json.dumps(content, indent=1) + "\n")
+
+
+class Target:
+    """A file for a result, whose content of before is kept until the new one is whole.
+
+    Refused, before anything is measured, is a place with a result that the new one would not stand for: of another
+    machine, or to another question. Of a list, as the contestants, the new result must have all that the old one has.
+    """
+
+    def __init__(self, path: Path, **question):
+        self.path, self.part = path, path.with_name(path.name + ".part")
+        self.is_new = not path.exists()
+        old = {} if self.is_new else json.loads(path.read_text())
+        here = provenance()
+        there = machine_of(old.get("provenance", here))
+        why = [f"is of {there}"] if machine_of(here) != there else []
+        for name, value in question.items():
+            known = old.get(name, value)
+            if isinstance(value, list):
+                missing = [str(x) for x in known if x not in value]
+                why += [f"has the {name} {', '.join(missing)}, which yours would lack"] if missing else []
+            elif known != value:
+                why += [f"has {name} {known}"]
+        if why:
+            fail(f"{path} {', and '.join(why)}: give another --out, or move it away")
+
+    def write(self, result: dict, is_whole: bool = True) -> None:
+        """Write the result, or what there is of it; beside the one that it will replace, if there is one."""
+        write_json(self.path if is_whole or self.is_new else self.part, result)
+        if is_whole:
+            self.part.unlink(missing_ok=True)
 
 
 @contextmanager

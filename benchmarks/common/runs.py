@@ -24,7 +24,11 @@ class Run:
 
     @property
     def args(self) -> dict:
-        return self.config.get("args", {})
+        """The settings of the run's end: those that it began with, and what was changed where it was resumed."""
+        args = dict(self.config.get("args", {}))
+        for resumed in self.config.get("resumed", []):
+            args |= resumed.get("changed", {})
+        return args
 
     @property
     def script(self) -> str:

@@ -30,14 +30,14 @@ REFERENCE = ROOT / "benchmarks" / "reference" / "scores.csv"
 MIN_SEEDS = 5  # from which on intervals are trusted: of fewer, 20 % would tell equals from each other
 SAME_BUDGET = 0.9  # ratio of steps from which budgets count as the same
 BINS, LINES = 50, 500  # of a learning curve: what is drawn, and what is kept
-AXES = {"global_step": "environment steps", "seconds": "wall time (s)"}
+AXES = {"global_step": "environment steps", "seconds": "seconds after start-up"}
 SHARES = (0.1, 0.25, 0.5, 1.0)  # of the longest runs, at which several scripts on one environment are compared
 EAGER, COMPILED = ("eager", "lean"), ("compile", "compile+cudagraphs", "cudagraphs")
 INTRODUCTION = f"""
 The return of a run is the mean training return of its last {runs.LAST_EPISODES} episodes. IQM: interquartile mean over
 the seeds, with its 95 % bootstrap interval. Verdict: whether that interval lies above or below CleanRL's mean ±
 standard deviation, if the budget is the same and there are {MIN_SEEDS} seeds or more. Steps/s: median over the second
-half of a run. Minutes: from its start, compiling included.
+half of a run. Minutes and seconds: from the first step on, compiling included, imports and the start of Ray not.
 """.strip()
 SAME, TOO_FEW = "no difference seen", "too few seeds"
 AGREEMENT = {True: SAME, False: "they differ", None: TOO_FEW}
@@ -66,6 +66,11 @@ def read_reference() -> dict[tuple[str, str], dict]:
 def settings(run: runs.Run) -> str:
     """What a run was set to, apart from what tells runs of one group from each other, to compare and to show."""
     return json.dumps({name: value for name, value in run.args.items() if name not in OWN}, sort_keys=True)
+
+
+def in_words(changed: dict) -> str:
+    """What was changed where a run was resumed."""
+    return "with " + ", ".join(f"{name} = {value}" for name, value in changed.items())
 
 
 def published_score(row: dict | None) -> dict | None:
@@ -140,8 +145,11 @@ def summarize_group(key: tuple[str, str, str], group: list[runs.Run], reference:
     row["steps_per_second"] = float(np.median([steady_speed(run) for run in kept]))
     row["published"] = published_score(reference.get(key[:2]))
     row["commits"] = sorted({commit for run in kept for commit in run.commits})
-    resumed = [run for run in kept if len(run.commits) > 1]
-    row["notes"] += [f"{run.dir.name}: resumed, commits {', then '.join(run.commits)}" for run in resumed]
+    for run in kept:
+        commits = [f"commits {', then '.join(run.commits)}"] if len(run.commits) > 1 else []
+        changed = [x["changed"] for x in run.config.get("resumed", []) if x.get("changed")]
+        if commits or changed:
+            row["notes"].append(f"{run.dir.name}: resumed, {'; '.join([*commits, *map(in_words, changed)])}")
     row["versions"] = kept[0].config.get("versions", {})
     row["cores"], row["device"] = kept[0].config.get("cores"), kept[0].config.get("device")
     return row, kept

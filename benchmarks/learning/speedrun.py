@@ -29,7 +29,7 @@ from benchmarks.common.programs import (
     fail,
     pairs,
 )
-from benchmarks.common.results import describe, make_folder, provenance, stoppable, table, write_json
+from benchmarks.common.results import Target, describe, make_folder, provenance, stoppable, table
 from benchmarks.learning.time_to_score import (
     Contestant,
     cells,
@@ -69,8 +69,8 @@ class Options:
 
 
 def is_record(result: dict) -> bool:
-    rows = rows_of(result["contestants"][RECORD])
-    return len(rows) >= SEEDS and rows[:, 1].mean() >= SHARE
+    runs = result["contestants"][RECORD]
+    return len(runs) >= SEEDS and rows_of(runs)[:, 1].sum() / len(runs) >= SHARE
 
 
 def place(result: dict) -> tuple:
@@ -147,9 +147,11 @@ def main(options: Options) -> None:
     settings = {"variant": options.variant, "cache": options.cache, "flags": options.flags}
     shared = {"script": options.script, "env_id": options.env_id, "score": score, "name": options.name}
     path = options.out / file_name(options.script, options.env_id, f"{score:g}", options.name)
+    target = Target(path, settings=settings, contestants=[x.name for x in contestants])
 
     def on_seed(known: dict) -> None:
-        write_json(path, {**shared, "settings": settings, "contestants": known, "provenance": provenance()})
+        result = {**shared, "settings": settings, "contestants": known, "provenance": provenance()}
+        target.write(result, is_whole=len(known[RECORD]) == len(options.seeds))
         write_summary(options.out)
 
     total = len(contestants) * len(options.seeds)

@@ -41,7 +41,7 @@ from benchmarks.common.programs import (
     pairs,
     peers_of,
 )
-from benchmarks.common.results import describe, estimate, make_folder, provenance, stoppable, table, write_json
+from benchmarks.common.results import Target, describe, estimate, make_folder, provenance, stoppable, table
 from benchmarks.learning import report
 from benchmarks.throughput import peers
 
@@ -293,15 +293,19 @@ def main(options: Options) -> None:
         flags = tuple(shlex.split(options.flags))
         plans.append(((script, env_id), score, [replace(x, flags=flags) for x in own]))
     total = sum(len(contestants) * len(options.seeds) for _, _, contestants in plans)
+    targets = []
+    for task, score, contestants in plans:
+        path, names = options.out / file_name(*task, options.flags), [x.name for x in contestants]
+        targets.append(Target(path, score=score, contestants=names, seeds=list(options.seeds)))
     with stoppable(f"the seeds that were finished before lie in {options.out}"), tqdm(total=total, unit="run") as bar:
-        for task, score, contestants in plans:
+        for (task, score, contestants), target in zip(plans, targets, strict=True):
             shared = {"script": task[0], "env_id": task[1], "score": score, "flags": options.flags}
             shared["differences"] = peers.differences(task[0], [x.name for x in contestants])
 
-            def on_seed(known: dict, shared: dict = shared) -> None:
+            def on_seed(known: dict, shared: dict = shared, target: Target = target) -> None:
                 seeds = [x["seed"] for x in next(iter(known.values()))]
                 result = {**shared, "seeds": seeds, "contestants": known, "provenance": provenance()}
-                write_json(options.out / file_name(shared["script"], shared["env_id"], options.flags), result)
+                target.write(result, is_whole=len(seeds) == len(options.seeds))
                 write_summary(options.out)
 
             measure(task, score, contestants, options.seeds, options.timeout, on_seed, bar)

@@ -21,6 +21,7 @@ from benchmarks.common import plots, runs, stats
 from benchmarks.common.programs import SCRIPTS, fields_of
 from benchmarks.common.results import estimate, make_folder, write_json
 from benchmarks.learning import sweep
+from benchmarks.learning.report import MIN_SEEDS
 from benchmarks.learning.tune import ORIGIN, Options, Search
 from benchmarks.learning.tune_history import INTERVALS, OBJECTIVE, History
 from benchmarks.learning.tune_space import as_flag, show
@@ -138,6 +139,8 @@ def compare(found: dict[str, list[float]]) -> dict:
     verdict = "found: better than the default settings" if low > 0 else "nothing was found: its interval holds zero"
     if high < 0:
         verdict = "nothing was found: worse than the default settings"
+    if min(map(len, strata)) < MIN_SEEDS:
+        verdict = f"fewer than {MIN_SEEDS} runs each: too few to say whether anything was found"
     return {"difference": difference, "interval": [low, high], "verdict": verdict}
 
 

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from benchmarks.common import plots, processes, runs, steady
 from benchmarks.common.programs import ROOT, SCRIPTS, check_positive, fail
-from benchmarks.common.results import describe, make_folder, provenance, stoppable, table, write_json
+from benchmarks.common.results import Target, describe, make_folder, provenance, stoppable, table
 from benchmarks.pools import models as pool_models
 from benchmarks.pools import peers as pool_peers
 from benchmarks.pools.sleeping import CHANCE, STEP, TAIL, Sleeping
@@ -427,10 +427,11 @@ def main(options: Options) -> None:
     tasks = {} if "sleeping" not in options.parts else tasks
     others = {"rllib": measure_rllib, "overhead": measure_overhead, "split": measure_split, "killed": measure_killed}
     tasks |= {part: others[part] for part in options.parts if part in others}
+    targets = {name: Target(options.out / f"{name}.json") for name in tasks}
     with stoppable(f"the parts that were finished before lie in {options.out}"):
         for name, task in tasks.items():
             result = task(options) | {"rounds": options.rounds, "provenance": provenance()}
-            write_json(options.out / f"{name}.json", result)
+            targets[name].write(result)
             text = write_summary(options.out)
     print(text)
     print(f"written to {options.out}: env_pools.md, env_pools.png, {', '.join(f'{name}.json' for name in tasks)}")

@@ -26,7 +26,7 @@ import tyro
 
 from benchmarks.common import plots, runs
 from benchmarks.common.programs import ROOT, SCRIPTS, check_positive, fail
-from benchmarks.common.results import describe, make_folder, provenance, table, write_json
+from benchmarks.common.results import Target, describe, make_folder, provenance, table
 from benchmarks.pools import env_pools, models
 from benchmarks.pools import peers as pool_peers
 from benchmarks.pools.sleeping import Sleeping
@@ -213,11 +213,11 @@ def main(options: Options) -> None:
         fail("ray is not installed: pip install -r requirements/requirements-ray.txt")
     make_folder(options.out)
     settings = {name: getattr(options, name) for name in ("script", "runners", "envs", "steps")}
+    target = Target(options.out / "scaling.json", settings=settings)
     result = {"settings": settings, "node": measure_node(options) if options.pools else [], "sizes": []}
-    result |= {"provenance": provenance()}
     for nodes in options.nodes:
         result["sizes"].append(measure_cluster(options, nodes))
-        write_json(options.out / "scaling.json", result)
+        target.write(result | {"provenance": provenance()}, is_whole=len(result["sizes"]) == len(options.nodes))
     print(write_summary(options.out))
 
 

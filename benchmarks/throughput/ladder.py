@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from benchmarks.common import plots, processes
 from benchmarks.common.programs import check_known, check_positive, fail, often_logged
-from benchmarks.common.results import describe, estimate, make_folder, provenance, stoppable, table, write_json
+from benchmarks.common.results import Target, describe, estimate, make_folder, provenance, stoppable, table
 from benchmarks.throughput import throughput
 from benchmarks.throughput.rungs import LADDERS
 
@@ -142,10 +142,11 @@ def check(options: Options) -> tuple[str, ...]:
 def main(options: Options) -> None:
     scripts = check(options)
     total = options.rounds * sum(len(LADDERS[script]) for script in scripts)
+    targets = {script: Target(options.out / f"{script}.json") for script in scripts}
     kept = f"the pairs that were finished before lie in {options.out}"
     with stoppable(kept), tqdm(total=total, unit="run") as bar:
-        for script in scripts:
-            write_json(options.out / f"{script}.json", measure(script, options, bar))
+        for script, target in targets.items():
+            target.write(measure(script, options, bar))
             text = write_summary(options.out)
     print(text)
     print(f"written to {options.out}")

@@ -46,6 +46,7 @@ from benchmarks.common.programs import (
     same_phase,
 )
 from benchmarks.common.results import (
+    Target,
     describe,
     estimate,
     gpu_model,
@@ -54,7 +55,6 @@ from benchmarks.common.results import (
     provenance,
     stoppable,
     table,
-    write_json,
 )
 from benchmarks.throughput import device_use, peers
 from benchmarks.throughput.ceilings import SECTIONS
@@ -221,9 +221,14 @@ def measure_device_use(script: str, contestants: dict[str, dict], options: Optio
         return device_use.measure(script, variants, "cuda", *limits, Path(folder), more)
 
 
+def names_of(script: str, options: Options) -> list[str]:
+    """The contestants: variants of a script, and peers that there are of it."""
+    return [*(options.variants or default_variants()), *(peer for peer in options.peers if peer in peers_of(script))]
+
+
 def measure_script(script: str, options: Options, bar: tqdm) -> dict:
     """All rounds of one script, its variants and peers, and what follows from them."""
-    names = [*(options.variants or default_variants()), *(peer for peer in options.peers if peer in peers_of(script))]
+    names = names_of(script, options)
     results, versions = {name: [] for name in names}, {}  # versions: of peers that have an environment of their own
     flags = ["--no-tensorboard", *same_phase(script), *often_logged(script)]
     caches = Path(tempfile.mkdtemp())
@@ -379,10 +384,12 @@ def main(options: Options) -> None:
     total = (options.rounds + (options.whole_steps > 0)) * (variants + len(options.peers))
     total += options.ceilings * (variants + 1)
     kept = f"the scripts that were finished before lie in {options.out}"
+    paths = {script: options.out / f"{file_name(script, options.flags)}.json" for script in scripts}
+    targets = {script: Target(path, contestants=names_of(script, options)) for script, path in paths.items()}
     with stoppable(kept), tqdm(total=total * len(scripts), unit="run") as bar:
-        for script in scripts:
-            write_json(options.out / f"{file_name(script, options.flags)}.json", measure_script(script, options, bar))
+        for script, target in targets.items():
+            target.write(measure_script(script, options, bar))
             text = write_summary(options.out)
     print(text)
-    names = ", ".join(f"{file_name(script, options.flags)}.json" for script in scripts)
+    names = ", ".join(path.name for path in paths.values())
     print(f"written to {options.out}: throughput.md, throughput.png, {names}")

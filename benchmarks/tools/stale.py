@@ -1,8 +1,9 @@
 """Which committed results the code of today might not give again, and why: ./run.sh stale.
 
 A result is fresh if it names the command that made it, if its commit is in the history and held no uncommitted changes,
-and if the scripts that it measured have not changed since; comments, docstrings and formatting do not count, nor does a
-commit whose message says in a line `Results-stay: REASON` why what it changes can't be seen in any result.
+and if the scripts that it measured have not changed since, nor what drives its peers or makes its rungs. Comments,
+docstrings and formatting do not count, nor does a commit whose message says in a line `Results-stay: REASON` why what
+it changes can't be seen in any result.
 
 Measures: nothing.
 Takes: seconds.
@@ -17,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.acting.rollout_worker import FAMILIES
-from benchmarks.common.programs import SCRIPTS, SUFFIX, fail
+from benchmarks.common.programs import ROOT, SCRIPTS, SUFFIX, fail
 from benchmarks.common.results import git
 from benchmarks.tools.readme import RESULTS
 
@@ -30,16 +31,27 @@ class Source:
     commit: str | None
     command: str | None
     is_clean: bool  # whether nothing was uncommitted
-    scripts: list[str]  # names of the files that were measured
+    files: list[str]  # paths of those that were measured, and of those that say what is measured
+    changed_until: str | None = None  # the commit that it ended at, if the code changed while it ran
+
+
+WORDS = "DIFFERENCES", "differences"  # of `peers.py`: they are printed, and drive nothing
 
 
 def code(text: str) -> str:
-    """What a script does: its syntax tree without docstrings."""
+    """What a file does: its syntax tree without docstrings, and without `WORDS`."""
     tree = ast.parse(text)
+    tree.body = [node for node in tree.body if not (set(WORDS) & names_of(node))]
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             node.body = node.body[1:]
     return ast.dump(tree)
+
+
+def names_of(node: ast.stmt) -> set[str]:
+    """What a statement of a file defines."""
+    targets = getattr(node, "targets", [])
+    return {target.id for target in targets if isinstance(target, ast.Name)} | {getattr(node, "name", "")}
 
 
 @cache
@@ -49,9 +61,9 @@ def is_in_history(commit: str) -> bool:
 
 
 @cache
-def code_at(script: str, commit: str) -> str:
-    """What a script did at a commit; nothing if it was not there."""
-    text = git("show", f"{commit}:scripts/{script}")
+def code_at(file: str, commit: str) -> str:
+    """What a file did at a commit; nothing if it was not there."""
+    text = git("show", f"{commit}:{file}")
     return code(text) if text else ""
 
 
@@ -62,15 +74,15 @@ def keeps_results(commit: str) -> bool:
 
 
 @cache
-def has_changed(script: str, commit: str) -> bool:
-    """Whether a script of today does something else than at a commit, but for what can't be seen in results."""
-    then, now = code_at(script, commit), code((SCRIPTS / script).read_text())
+def has_changed(file: str, commit: str) -> bool:
+    """Whether a file of today does something else than at a commit, but for what can't be seen in results."""
+    then, now = code_at(file, commit), code((ROOT / file).read_text())
     if not then or then == now:
         return not then
-    for later in (git("log", "--reverse", "--format=%H", f"{commit}..HEAD", "--", f"scripts/{script}") or "").split():
-        if code_at(script, later) != then and not keeps_results(later):
+    for later in (git("log", "--reverse", "--format=%H", f"{commit}..HEAD", "--", file) or "").split():
+        if code_at(file, later) != then and not keeps_results(later):
             return True
-        then = code_at(script, later)
+        then = code_at(file, later)
     return then != now
 
 
@@ -80,12 +92,21 @@ def reasons(source: Source) -> list[str]:
     if source.commit is None or not is_in_history(source.commit):
         return [*found, f"commit {(source.commit or 'none')[:12]} is not in the history"]
     found += [] if source.is_clean else ["it was made with uncommitted changes"]
-    return found + [f"{script} has changed" for script in source.scripts if has_changed(script, source.commit)]
+    found += [f"the code changed while it ran, until {source.changed_until[:12]}"] if source.changed_until else []
+    return found + [f"{Path(file).name} has changed" for file in source.files if has_changed(file, source.commit)]
 
 
 def twins(script: str) -> list[str]:
     """The files of a pair, as far as there is one of that name."""
-    return [f"{script}{suffix}.py" for suffix in ("", SUFFIX) if (SCRIPTS / f"{script}{suffix}.py").exists()]
+    return [f"scripts/{script}{suffix}.py" for suffix in ("", SUFFIX) if (SCRIPTS / f"{script}{suffix}.py").exists()]
+
+
+def makers(path: Path, result: dict) -> list[str]:
+    """The files that say what a result is of, beside the scripts: how peers learn, what a rung leaves out."""
+    names, room = result.get("contestants", {}), "benchmarks/throughput"
+    found = [f"{room}/peers.py"] * any(name.startswith(("sb3", "sbx")) for name in names)
+    found += [f"{room}/peer_rllib.py"] * ("rllib" in names)
+    return found + [f"{room}/rungs.py"] * (path.parent.name == "ladder")
 
 
 def sources_of(path: Path, result: dict) -> Iterator[Source]:
@@ -97,16 +118,17 @@ def sources_of(path: Path, result: dict) -> Iterator[Source]:
             place = f"{name}: {row['script']}, {row['env_id']}, {row['variant']}"
             for commit in row.get("commits", []):
                 clean = not commit.endswith("-dirty")
-                yield Source(place, commit.removesuffix("-dirty"), origin.get("command"), clean, [script])
+                yield Source(place, commit.removesuffix("-dirty"), origin.get("command"), clean, [f"scripts/{script}"])
         return
     if "search" in result:
-        scripts = [f"{result['search']['script']}.py"]
+        files = [f"scripts/{result['search']['script']}.py"]
     elif "script" in result or "network" in result:
-        scripts = twins(result.get("script") or result["network"])
+        files = twins(result.get("script") or result["network"])
     else:
         pairs = {"rollout": FAMILIES.values(), "scaling": ["ppo_ray"]}.get(path.parent.name, ["ppo_env_pool"])
-        scripts = [script for pair in pairs for script in twins(pair)]
-    yield Source(name, origin["commit"], origin.get("command"), not origin["uncommitted_changes"], scripts)
+        files = [file for pair in pairs for file in twins(pair)]
+    files, clean = files + makers(path, result), not origin["uncommitted_changes"]
+    yield Source(name, origin["commit"], origin.get("command"), clean, files, origin.get("changed_until"))
 
 
 def stale() -> dict[str, list[str]]:
