@@ -74,7 +74,7 @@ class Args:
     # environment
     env_id: str = "Breakout-v5"  # any Atari game of EnvPool
     env_kwargs: str = "{}"  # arguments for its constructor, as JSON: '{"key": value}'
-    total_timesteps: int = 10_000_000  # environment steps in the whole run, rounded down to whole rollouts
+    total_timesteps: int = 10_000_000  # environment steps in the whole run, resets included, in whole rollouts
     num_envs: int = 8  # environments side by side
     async_envs: bool = True  # one half of an even number of games plays on while the policy acts for the other half
     episodic_life: bool = True  # to learn, a lost life ends an episode; scores are of whole games
@@ -362,7 +362,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     It remembers the frames before them.
     """
     agent = ActorCritic(int(envs.action_space.n))
-    agent.load_state_dict(checkpoint["agent"])
+    agent.eval().load_state_dict(checkpoint["agent"])
     stack = torch.zeros(envs.num_envs, 21, 21, 64, dtype=torch.uint8)
 
     @torch.no_grad()
@@ -499,8 +499,7 @@ def readings(name: str, value, seen: set):
     elif isinstance(value, nn.Module) or type(value).__module__ == __name__:
         shared = vars(type(value)) if type(value).__module__ == __name__ else ()
         parts = {f"{name}.{key}": partial(getattr, type(value), key) for key in shared if key[:2] != "__"}
-        own = [key for key in vars(value) if key[0] != "_" or key in ("_parameters", "_buffers", "_modules")]
-        parts |= {f"{name}.{key}": partial(vars(value).get, key) for key in own}
+        parts |= {f"{name}.{key}": partial(vars(value).get, key) for key in vars(value)}
     for key, read in parts.items():
         yield from () if hasattr(read(), "__spec__") else [(key, read)]  # modules stay
         yield from readings(key, read(), seen)
@@ -536,7 +535,7 @@ def check_equal(names: list[str], first: list, now: list) -> None:
     for name, old, new in zip(names, first, now, strict=True):
         is_number = isinstance(old, bool | int | float | str | np.generic | None)
         if is_number and (type(new) is not type(old) or new != old):
-            advice = "make it a tensor and change it in place, like `optimizer.learning_rate`"
+            advice = "make it a tensor on the learner's device and change it in place, like `optimizer.learning_rate`"
             fail(f"`{name}` was {old} when this was compiled and is {new} now: {advice}")
         if not is_number and new is not old:
             fail(f"`{name}` is another {type(old).__name__} than when this was compiled: change it in place")
@@ -567,6 +566,13 @@ def spare_memory() -> None:
         mallopt(mmap_max, 0)
 
 
+def without(settings: dict, names: set[str]) -> dict:
+    """Settings of --env-kwargs; a ValueError if they hold one of these names."""
+    if own := names & settings.keys():
+        raise ValueError(f"--env-kwargs can't set {', '.join(sorted(own))}")
+    return settings
+
+
 class Envs:
     """N Atari games in pools of n, one or two, which step independently of each other.
 
@@ -590,14 +596,16 @@ class Envs:
         tasks = Path("/proc/self/task")  # the threads of this process, on Linux
         threads = set(os.listdir(tasks)) if tasks.exists() else set()
         try:
-            settings |= dict(json.loads(args.env_kwargs))
+            settings |= without(json.loads(args.env_kwargs), {"seed", *settings} - {"num_threads"})
             self.pools = [envpool.make_gymnasium(args.env_id, seed=part, **settings) for part in parts]
         except Exception as error:  # whatever a constructor brings up
             fail(f"can't make environment {args.env_id}: {type(error).__name__}: {error}")
         for thread in set(os.listdir(tasks)) - threads if tasks.exists() else ():
             # The policy goes first, as all games wait for it
             os.setpriority(os.PRIO_PROCESS, int(thread), os.getpriority(os.PRIO_PROCESS, 0) + 10)
-        self.action_space = self.pools[0].action_space
+        self.action_space, frames = self.pools[0].action_space, self.pools[0].observation_space.shape
+        if frames != (4, 84, 84):
+            fail(f"--env-kwargs make observations {frames}; this script is for four grey frames of 84 x 84")
 
     def reset(self) -> np.ndarray:
         """Start a game in each environment -> first frames (N, 85, 84), as `recv` has them."""
@@ -672,6 +680,8 @@ def validate(args: Args) -> torch.device:
         if type(value) in (int, float) and not (least <= value <= most and math.isfinite(value)):
             bound = f" and at most {most}" if most < math.inf else " and finite" * (type(value) is float)
             fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}")
+    if vars(args).get("sync_envs") and args.env_backend == "envpool":
+        fail("--sync-envs is for Gymnasium's environments; EnvPool's step in threads")
     try:
         device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         if device.type not in ("cpu", "cuda"):
@@ -710,7 +720,8 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     except Exception as error:  # whatever unpickling a broken file brings up
         fail(f"can't resume {args.resume}: {type(error).__name__}: {error}")
     flags = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv[1:] if word.startswith("--")]
-    typed = {flag.removeprefix("no_") for flag in flags}
+    other_names = {"cuda": "device", "start_e": "epsilon_start", "end_e": "epsilon_end"}  # CleanRL's
+    typed = {other_names.get(flag, flag) for flag in (flag.removeprefix("no_") for flag in flags)}
     defaults = {field.name: field.default for field in fields(Args)}
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
     of_the_machine = ["resume", "override", "device", "checkpoint_every"]
@@ -722,7 +733,7 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
             fail(f"{flag}: a resumed run keeps its settings, but for a longer --total-timesteps{hint}")
     if given.get("total_timesteps", saved.total_timesteps) != saved.total_timesteps:
         print("what is annealed over the run now follows the new --total-timesteps", file=sys.stderr)
-    return replace(overridden(saved, args.override), **given | {"override": ()}), checkpoint
+    return overridden(replace(saved, **given | {"override": ()}), args.override), checkpoint
 
 
 def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
@@ -738,6 +749,19 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
         print(f"{name} was {getattr(saved, name)}, from here on {getattr(new, name)}", file=sys.stderr)
         saved = new
     return saved
+
+
+def lock(file) -> bool:
+    """Keep other processes from taking this file until it is closed; whether none of them has taken it before."""
+    try:
+        import fcntl
+
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):  # a system or a file system without locks
+        pass
+    return True
 
 
 class Run:
@@ -806,6 +830,8 @@ class Run:
     def open_files(self) -> None:
         """Write the configuration or, to resume, cut the log back to the checkpoint; then open the log to append."""
         log, config, lines = self.dir / "metrics.jsonl", self.dir / "config.json", []
+        if self.args.resume and log.exists() and not lock(log.open("a")):
+            fail(f"another process is training {self.dir}: end it first")
         git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
         commit = subprocess.getoutput(git) or None
         if not self.args.resume:
@@ -828,13 +854,15 @@ class Run:
             changed = {name: value for name, value in now.items() if value != before.get(name)}
             values["resumed"] = [*parts, {"global_step": self.step, "commit": commit, "changed": changed}]
         values.setdefault("id", os.urandom(8).hex())  # in Weights & Biases
-        config.write_text(json.dumps(values, indent=2) + "\n")
+        config.with_suffix(".tmp").write_text(json.dumps(values, indent=2) + "\n")
+        config.with_suffix(".tmp").replace(config)
         for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line is left out
                 lines += [line + "\n"] if json.loads(line)["global_step"] <= self.step else []
         log.with_suffix(".tmp").write_text("".join(lines))
         log.with_suffix(".tmp").replace(log)
         self.file, self.writer = log.open("a", buffering=1), None
+        lock(self.file)
         if self.args.track:
             import wandb
 

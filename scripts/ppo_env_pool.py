@@ -91,7 +91,7 @@ class Args:
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) with Discrete or Box actions
     env_kwargs: str = "{}"  # arguments for its constructor, as JSON: '{"key": value}'
-    total_timesteps: int = 500_000  # environment steps in the whole run, rounded down to whole rollouts
+    total_timesteps: int = 500_000  # environment steps in the whole run, resets included, in whole rollouts
     num_workers: int = 8  # worker processes
     envs_per_worker: int = 1  # environments that each worker steps in turn
     ready_batch: int = 2  # act as soon as so many environments are ready; 0 waits for all of them, in lock-step
@@ -120,7 +120,7 @@ METRICS = (
     "losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl",
     "losses/clipfrac", "losses/explained_variance", "charts/learning_rate",
 )  # fmt: skip
-STARTING_SECONDS = 120  # that a worker may take to start and to make its environments
+STARTING_SECONDS = 120  # that a worker may take to make its environments, or --step-timeout, if that is longer
 # The least and the greatest value of a setting; of others, integers are 1 or more, floats 0 or more
 LIMITS = {
     "seed": (0, 2**63 - 1), "gamma": (0, 1), "gae_lambda": (0, 1),
@@ -264,18 +264,19 @@ def train(args: Args) -> Path:
     policy = numpy_mlp(collector.actor)
     low, high = (None, None) if agent.is_discrete else (space.low.reshape(-1), space.high.reshape(-1))
     action_shape, action_type = ((), np.int64) if agent.is_discrete else (low.shape, np.float32)
-    any_action = torch.zeros(64, *action_shape)
     check_policy(
-        lambda obs: collector.log_prob(torch.from_numpy(policy(obs)), any_action),
-        lambda obs: collector(obs, any_action)[0],
+        lambda obs: collector.log_prob(torch.from_numpy(policy(obs)), torch.zeros(len(obs), *action_shape)),
+        lambda obs: collector(obs, torch.zeros(len(obs), *action_shape))[0],
+        collector,
         pool.obs_dim,
     )
 
     @torch.no_grad()
     def estimate(obs: Tensor, action: Tensor, reward: Tensor, terminated: Tensor, truncated: Tensor, valid: Tensor):
         """From a rollout, all (T, N, ...) but obs (T + 1, N, O), the rows (B, ...) to learn; and explained variance."""
-        log_prob, _, value = agent(obs[:-1].flatten(0, 1), action.flatten(0, 1))
-        value = torch.cat([value, agent.critic(obs[-1]).squeeze(1)]).view(-1, num_envs)
+        actions = torch.cat([action, action[-1:]])  # of the last observation only the value counts
+        log_prob, _, value = agent(obs.flatten(0, 1), actions.flatten(0, 1))
+        log_prob, value = log_prob[:-num_envs], value.view(-1, num_envs)
         advantage = gae(reward, value, terminated, truncated, valid, args.gamma, args.gae_lambda)
         returns = advantage + value[:-1]
         explained_variance = 1 - (masked_std(advantage, valid) / (masked_std(returns, valid) + 1e-8)).square()
@@ -361,7 +362,7 @@ def train(args: Args) -> Path:
 def load_policy(checkpoint: dict, pool: "Pool"):
     """The deterministic policy of a checkpoint: observation (N, O) -> the most probable action (N,), or (N, A)."""
     agent, space = ActorCritic(pool.obs_dim, pool.action_space), pool.action_space
-    agent.load_state_dict(checkpoint["agent"])
+    agent.eval().load_state_dict(checkpoint["agent"])
     policy = numpy_mlp(agent.actor)
     if agent.is_discrete:
         return lambda obs: space.start + policy(obs.astype(np.float32)).argmax(1)
@@ -471,10 +472,22 @@ def numpy_mlp(net: nn.Sequential):
 
 
 @torch.no_grad()
-def check_policy(acting, learning, obs_dim: int) -> None:
-    """Refuse a policy that acts, of arrays (B, O) -> (B, A), if the one that learns, of tensors, computes others."""
-    obs = np.random.default_rng(1).normal(size=(64, obs_dim)).astype(np.float32)
-    if not np.allclose(acting(obs), learning(torch.from_numpy(obs)), rtol=1e-3, atol=1e-3):
+def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
+    """Refuse a policy that acts, of arrays (B, O) -> (B, A), if the one that learns, of tensors, computes others.
+
+    At other weights of the module, too: at the first ones outputs are so small that much passes for equal.
+    """
+    obs, generator = np.random.default_rng(1).normal(size=(64, obs_dim)).astype(np.float32), torch.Generator()
+    weights = list(module.parameters())
+    first = [weight.clone() for weight in weights]
+    torch._foreach_add_(weights, [torch.randn(weight.shape, generator=generator.manual_seed(1)) for weight in weights])
+    try:  # a row by itself, since layers may look at the whole batch
+        acted = np.concatenate([acting(obs[:1]), acting(obs[1:])])
+        is_same = np.allclose(acted, learning(torch.from_numpy(obs)), rtol=1e-3, atol=1e-3)
+    except ValueError as error:  # as BatchNorm's, of a single row
+        fail(f"the policy can't act: {error}")
+    torch._foreach_copy_(weights, first)
+    if not is_same:
         fail("the policy that acts differs from the one that learns: `numpy_mlp` is not all that `forward` computes")
 
 
@@ -680,14 +693,16 @@ class Pool:
         theirs.close()
         self.poller.register(ours, select.POLLIN)
         self.num_busy += 1
-        self.worker_at[ours.fileno()] = worker = Worker(index, process, ours, time.monotonic() + STARTING_SECONDS)
+        limit = max(STARTING_SECONDS, self.args.step_timeout * self.args.envs_per_worker)
+        self.worker_at[ours.fileno()] = worker = Worker(index, process, ours, time.monotonic() + limit)
         return worker
 
     def admit(self, worker: Worker, spaces: list[tuple[gym.Space, gym.Space]]) -> None:
         """Give the shared memory to a worker that has made its environments; the first one's spaces define it."""
         if self.spaces is None:
             self.spaces = self.observation_space, self.action_space = spaces[0]
-            if not isinstance(self.action_space, gym.spaces.Discrete) and self.action_space.dtype.kind != "f":
+            is_box = isinstance(self.action_space, gym.spaces.Box) and self.action_space.dtype.kind == "f"
+            if not is_box and not isinstance(self.action_space, gym.spaces.Discrete):
                 fail(f"{self.args.env_id} has actions {self.action_space}; this script takes Discrete or float actions")
             self.obs_dim, row = gym.spaces.flatdim(self.observation_space), row_type(*self.spaces)
             warn_of_pixels(self.observation_space, self.obs_dim)
@@ -846,6 +861,8 @@ def validate(args: Args) -> torch.device:
         if type(value) in (int, float) and not (least <= value <= most and math.isfinite(value)):
             bound = f" and at most {most}" if most < math.inf else " and finite" * (type(value) is float)
             fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}")
+    if vars(args).get("sync_envs") and args.env_backend == "envpool":
+        fail("--sync-envs is for Gymnasium's environments; EnvPool's step in threads")
     try:
         device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         if device.type not in ("cpu", "cuda"):
@@ -884,7 +901,8 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     except Exception as error:  # whatever unpickling a broken file brings up
         fail(f"can't resume {args.resume}: {type(error).__name__}: {error}")
     flags = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv[1:] if word.startswith("--")]
-    typed = {flag.removeprefix("no_") for flag in flags}
+    other_names = {"cuda": "device", "start_e": "epsilon_start", "end_e": "epsilon_end"}  # CleanRL's
+    typed = {other_names.get(flag, flag) for flag in (flag.removeprefix("no_") for flag in flags)}
     defaults = {field.name: field.default for field in fields(Args)}
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
     of_the_machine = ["resume", "override", "device", "checkpoint_every"]
@@ -896,7 +914,7 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
             fail(f"{flag}: a resumed run keeps its settings, but for a longer --total-timesteps{hint}")
     if given.get("total_timesteps", saved.total_timesteps) != saved.total_timesteps:
         print("what is annealed over the run now follows the new --total-timesteps", file=sys.stderr)
-    return replace(overridden(saved, args.override), **given | {"override": ()}), checkpoint
+    return overridden(replace(saved, **given | {"override": ()}), args.override), checkpoint
 
 
 def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
@@ -912,6 +930,19 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
         print(f"{name} was {getattr(saved, name)}, from here on {getattr(new, name)}", file=sys.stderr)
         saved = new
     return saved
+
+
+def lock(file) -> bool:
+    """Keep other processes from taking this file until it is closed; whether none of them has taken it before."""
+    try:
+        import fcntl
+
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):  # a system or a file system without locks
+        pass
+    return True
 
 
 class Run:
@@ -980,6 +1011,8 @@ class Run:
     def open_files(self) -> None:
         """Write the configuration or, to resume, cut the log back to the checkpoint; then open the log to append."""
         log, config, lines = self.dir / "metrics.jsonl", self.dir / "config.json", []
+        if self.args.resume and log.exists() and not lock(log.open("a")):
+            fail(f"another process is training {self.dir}: end it first")
         git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
         commit = subprocess.getoutput(git) or None
         if not self.args.resume:
@@ -1002,13 +1035,15 @@ class Run:
             changed = {name: value for name, value in now.items() if value != before.get(name)}
             values["resumed"] = [*parts, {"global_step": self.step, "commit": commit, "changed": changed}]
         values.setdefault("id", os.urandom(8).hex())  # in Weights & Biases
-        config.write_text(json.dumps(values, indent=2) + "\n")
+        config.with_suffix(".tmp").write_text(json.dumps(values, indent=2) + "\n")
+        config.with_suffix(".tmp").replace(config)
         for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line is left out
                 lines += [line + "\n"] if json.loads(line)["global_step"] <= self.step else []
         log.with_suffix(".tmp").write_text("".join(lines))
         log.with_suffix(".tmp").replace(log)
         self.file, self.writer = log.open("a", buffering=1), None
+        lock(self.file)
         if self.args.track:
             import wandb
 

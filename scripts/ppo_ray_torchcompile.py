@@ -90,7 +90,7 @@ class Args:
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool where it is faster and knows the id
     async_envs: bool = False  # a runner steps those of Gymnasium in worker processes, which do not wait for each other
     env_kwargs: str = "{}"  # arguments for its constructor, as JSON: '{"key": value}'
-    total_timesteps: int = 500_000  # environment steps in the whole run, rounded down to whole rollouts
+    total_timesteps: int = 500_000  # environment steps in the whole run, resets included, in whole rollouts
     clip_rewards: bool = False  # to learn, rewards are cut down to [-1, 1]; returns in the log are not
     norm_obs: bool = False  # learn from observations with mean 0 and variance 1, by the statistics of all runners
     norm_rewards: bool = False  # divide rewards by the standard deviation of discounted returns, likewise
@@ -239,7 +239,7 @@ class Runner:
             self.policy = lambda obs: self.agent(torch.from_numpy(obs).to(self.device))[0].cpu().numpy()
         else:  # a few vectors are too little work for a GPU, or for PyTorch
             self.obs_type, self.device, self.policy = np.float32, torch.device("cpu"), numpy_mlp(self.agent.actor)
-            check_policy(self.policy, lambda obs: self.agent(obs)[0], self.envs.obs_dim)
+            check_policy(self.policy, lambda obs: self.agent(obs)[0], self.agent, self.envs.obs_dim)
         self.rng, self.statistics, self.clock = np.random.default_rng(seeds), EpisodeStatistics(len(seeds)), Clock()
         self.obs, self.done = self.envs.reset(), np.zeros((1, len(seeds)), dtype=bool)
         self.obs_norm, self.reward_scale = RunningNorm((self.envs.obs_dim,)), RewardScale(len(seeds), args.gamma)
@@ -405,7 +405,7 @@ def train(args: Args) -> Path:
 def load_policy(checkpoint: dict, envs: "Envs"):
     """The deterministic policy of a checkpoint: observation (N, O) -> the most probable action (N,), or (N, A)."""
     agent, obs_norm = ActorCritic(envs.observation_space, envs.action_space), RunningNorm((envs.obs_dim,))
-    agent.load_state_dict(checkpoint["agent"])
+    agent.eval().load_state_dict(checkpoint["agent"])
     obs_norm.load_state_dict(checkpoint["obs_norm"])
 
     @torch.no_grad()
@@ -663,8 +663,7 @@ def readings(name: str, value, seen: set):
     elif isinstance(value, nn.Module) or type(value).__module__ == __name__:
         shared = vars(type(value)) if type(value).__module__ == __name__ else ()
         parts = {f"{name}.{key}": partial(getattr, type(value), key) for key in shared if key[:2] != "__"}
-        own = [key for key in vars(value) if key[0] != "_" or key in ("_parameters", "_buffers", "_modules")]
-        parts |= {f"{name}.{key}": partial(vars(value).get, key) for key in own}
+        parts |= {f"{name}.{key}": partial(vars(value).get, key) for key in vars(value)}
     for key, read in parts.items():
         yield from () if hasattr(read(), "__spec__") else [(key, read)]  # modules stay
         yield from readings(key, read(), seen)
@@ -700,7 +699,7 @@ def check_equal(names: list[str], first: list, now: list) -> None:
     for name, old, new in zip(names, first, now, strict=True):
         is_number = isinstance(old, bool | int | float | str | np.generic | None)
         if is_number and (type(new) is not type(old) or new != old):
-            advice = "make it a tensor and change it in place, like `optimizer.learning_rate`"
+            advice = "make it a tensor on the learner's device and change it in place, like `optimizer.learning_rate`"
             fail(f"`{name}` was {old} when this was compiled and is {new} now: {advice}")
         if not is_number and new is not old:
             fail(f"`{name}` is another {type(old).__name__} than when this was compiled: change it in place")
@@ -729,10 +728,22 @@ def numpy_mlp(net: nn.Sequential):
 
 
 @torch.no_grad()
-def check_policy(acting, learning, obs_dim: int) -> None:
-    """Refuse a policy that acts, of arrays (B, O) -> (B, A), if the one that learns, of tensors, computes others."""
-    obs = np.random.default_rng(1).normal(size=(64, obs_dim)).astype(np.float32)
-    if not np.allclose(acting(obs), learning(torch.from_numpy(obs)), rtol=1e-3, atol=1e-3):
+def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
+    """Refuse a policy that acts, of arrays (B, O) -> (B, A), if the one that learns, of tensors, computes others.
+
+    At other weights of the module, too: at the first ones outputs are so small that much passes for equal.
+    """
+    obs, generator = np.random.default_rng(1).normal(size=(64, obs_dim)).astype(np.float32), torch.Generator()
+    weights = list(module.parameters())
+    first = [weight.clone() for weight in weights]
+    torch._foreach_add_(weights, [torch.randn(weight.shape, generator=generator.manual_seed(1)) for weight in weights])
+    try:  # a row by itself, since layers may look at the whole batch
+        acted = np.concatenate([acting(obs[:1]), acting(obs[1:])])
+        is_same = np.allclose(acted, learning(torch.from_numpy(obs)), rtol=1e-3, atol=1e-3)
+    except ValueError as error:  # as BatchNorm's, of a single row
+        fail(f"the policy can't act: {error}")
+    torch._foreach_copy_(weights, first)
+    if not is_same:
         fail("the policy that acts differs from the one that learns: `numpy_mlp` is not all that `forward` computes")
 
 
@@ -858,6 +869,13 @@ def numbers_in(info: dict) -> dict[str, float]:
     return {key: float(x) for key, x in numbers.items() if math.isfinite(x) and not key.startswith(is_own)}
 
 
+def without(settings: dict, names: set[str]) -> dict:
+    """Settings of --env-kwargs; a ValueError if they hold one of these names."""
+    if own := names & settings.keys():
+        raise ValueError(f"--env-kwargs can't set {', '.join(sorted(own))}")
+    return settings
+
+
 class Envs:
     """N environments side by side: flat observations (N, O); actions (N, A), or (N,) where they are discrete.
 
@@ -873,8 +891,9 @@ class Envs:
             warnings.filterwarnings("ignore", ".*precision lowered")  # by EnvPool's spaces
             self.backend = choose_backend(args.env_id, args.env_backend, in_process)
             if self.backend == "envpool":
-                settings |= {"num_envs": len(seeds), "seed": seeds, "num_threads": min(len(seeds), num_cores())}
-                self.vector = importlib.import_module("envpool").make_gymnasium(args.env_id, **settings)
+                settings = without(settings, {"num_envs", "seed", "batch_size"})
+                settings = {"num_threads": min(len(seeds), num_cores()), **settings, "num_envs": len(seeds)}
+                self.vector = importlib.import_module("envpool").make_gymnasium(args.env_id, seed=seeds, **settings)
                 self.observation_space, self.action_space = self.vector.observation_space, self.vector.action_space
             else:
                 # A record instead of the id, since what this file registers is unknown in a worker process
@@ -885,7 +904,7 @@ class Envs:
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
         except Exception as error:  # whatever a constructor brings up
             fail(f"can't make environment {args.env_id}: {type(error).__name__}: {error}")
-        self.action_shape = (len(seeds), *self.action_space.shape)
+        self.action_shape = (len(seeds), *(self.action_space.shape or ()))  # those of some spaces are None
         where = "threads" if self.backend == "envpool" else "this process" if in_process else "worker processes"
         self.summary = f"environments: {len(seeds)} by {self.backend}, in {where}"
         warn_of_pixels(self.observation_space, self.obs_dim)
@@ -1497,6 +1516,8 @@ def validate(args: Args) -> torch.device:
         if type(value) in (int, float) and not (least <= value <= most and math.isfinite(value)):
             bound = f" and at most {most}" if most < math.inf else " and finite" * (type(value) is float)
             fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}")
+    if vars(args).get("sync_envs") and args.env_backend == "envpool":
+        fail("--sync-envs is for Gymnasium's environments; EnvPool's step in threads")
     try:
         device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         if device.type not in ("cpu", "cuda"):
@@ -1535,7 +1556,8 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     except Exception as error:  # whatever unpickling a broken file brings up
         fail(f"can't resume {args.resume}: {type(error).__name__}: {error}")
     flags = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv[1:] if word.startswith("--")]
-    typed = {flag.removeprefix("no_") for flag in flags}
+    other_names = {"cuda": "device", "start_e": "epsilon_start", "end_e": "epsilon_end"}  # CleanRL's
+    typed = {other_names.get(flag, flag) for flag in (flag.removeprefix("no_") for flag in flags)}
     defaults = {field.name: field.default for field in fields(Args)}
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
     of_the_machine = ["resume", "override", "device", "checkpoint_every"]
@@ -1547,7 +1569,7 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
             fail(f"{flag}: a resumed run keeps its settings, but for a longer --total-timesteps{hint}")
     if given.get("total_timesteps", saved.total_timesteps) != saved.total_timesteps:
         print("what is annealed over the run now follows the new --total-timesteps", file=sys.stderr)
-    return replace(overridden(saved, args.override), **given | {"override": ()}), checkpoint
+    return overridden(replace(saved, **given | {"override": ()}), args.override), checkpoint
 
 
 def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
@@ -1563,6 +1585,19 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
         print(f"{name} was {getattr(saved, name)}, from here on {getattr(new, name)}", file=sys.stderr)
         saved = new
     return saved
+
+
+def lock(file) -> bool:
+    """Keep other processes from taking this file until it is closed; whether none of them has taken it before."""
+    try:
+        import fcntl
+
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):  # a system or a file system without locks
+        pass
+    return True
 
 
 class Run:
@@ -1631,6 +1666,8 @@ class Run:
     def open_files(self) -> None:
         """Write the configuration or, to resume, cut the log back to the checkpoint; then open the log to append."""
         log, config, lines = self.dir / "metrics.jsonl", self.dir / "config.json", []
+        if self.args.resume and log.exists() and not lock(log.open("a")):
+            fail(f"another process is training {self.dir}: end it first")
         git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
         commit = subprocess.getoutput(git) or None
         if not self.args.resume:
@@ -1653,13 +1690,15 @@ class Run:
             changed = {name: value for name, value in now.items() if value != before.get(name)}
             values["resumed"] = [*parts, {"global_step": self.step, "commit": commit, "changed": changed}]
         values.setdefault("id", os.urandom(8).hex())  # in Weights & Biases
-        config.write_text(json.dumps(values, indent=2) + "\n")
+        config.with_suffix(".tmp").write_text(json.dumps(values, indent=2) + "\n")
+        config.with_suffix(".tmp").replace(config)
         for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line is left out
                 lines += [line + "\n"] if json.loads(line)["global_step"] <= self.step else []
         log.with_suffix(".tmp").write_text("".join(lines))
         log.with_suffix(".tmp").replace(log)
         self.file, self.writer = log.open("a", buffering=1), None
+        lock(self.file)
         if self.args.track:
             import wandb
 

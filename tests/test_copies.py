@@ -230,6 +230,14 @@ WAYS = {
             in_the_loop("ent_coef = np.float32(0.9) * ent_coef"),
         ],
     ),
+    "a private attribute": Way(
+        "`agent._bonus`",
+        [
+            before_the_loop("agent._bonus = args.ent_coef"),
+            (BONUS, "agent._bonus * entropy"),
+            in_the_loop("agent._bonus *= 0.9"),
+        ],
+    ),
     "nothing, then a number": Way(
         "`bonus`",
         [
@@ -374,7 +382,7 @@ def test_numpy_mlp_is_the_module_whatever_its_layers(make):
 
 OTHER_FORWARD = {
     "ppo": ("self.actor(obs).log_softmax(1)", "self.actor(3 * obs).log_softmax(1)"),
-    "ppo_continuous_action": ("self.actor(obs)", "self.actor(obs).tanh() + 0.1"),
+    "ppo_continuous_action": ("self.actor(obs)", "self.actor(obs).tanh()"),  # the same at first, but for 1e-6
     "ppo_env_pool": ("output, value = self.actor(obs)", "output, value = 2 + self.actor(obs)"),
     "dqn": ("self.net(obs)", "self.net(obs) + 0.1"),
 }
@@ -387,6 +395,33 @@ def test_policy_that_acts_otherwise_than_it_learns_is_refused(copy, train_copy, 
         train_copy(copy(name, OTHER_FORWARD[name]), name)
     assert end.value.code == 2 and "the policy that acts differs" in capsys.readouterr().err
     assert not (tmp_path / "copy_run0").exists()
+
+
+def test_layers_that_look_at_the_whole_batch_cannot_act(copy, train_copy, capsys):
+    """Batch normalization computes something else of the rows of a step than of those of a rollout."""
+    normalized = ("self.actor = mlp(obs_dim,", "self.actor = nn.Sequential(nn.BatchNorm1d(obs_dim)) + mlp(obs_dim,")
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy("ppo", normalized), "ppo")
+    assert end.value.code == 2 and "the policy" in capsys.readouterr().err
+
+
+def test_policy_of_a_checkpoint_has_no_dropout(copy, train_copy, tmp_path):
+    """It learns with dropout, and is the same function each time when it is loaded."""
+    dropout = ("nn.Linear(256, 2 * len(low))", "nn.Dropout(0.5), nn.Linear(256, 2 * len(low))")
+    module = copy("sac_continuous_action", dropout)
+    train_copy(module, "sac_continuous_action")
+    checkpoint = torch.load(tmp_path / "copy_run0" / "checkpoint.pt", weights_only=True)
+    envs = module.Envs(module.Args(**checkpoint["args"]), [1])
+    policy, obs = module.load_policy(checkpoint, envs), np.ones((1, envs.obs_dim), np.float32)
+    np.testing.assert_array_equal(policy(obs), policy(obs))
+
+
+def test_check_of_the_policy_leaves_weights_and_random_numbers_as_they_were():
+    net, state = torch.nn.Linear(3, 2), torch.get_rng_state()
+    before = [x.clone() for x in net.parameters()]
+    plumbing = defining("check_policy")
+    plumbing.check_policy(plumbing.numpy_mlp(net), net, net, 3)
+    assert all(map(torch.equal, before, net.parameters())) and torch.equal(state, torch.get_rng_state())
 
 
 def test_another_activation_trains(copy, train_copy):
@@ -527,6 +562,17 @@ def error_of(name: str, capfd, **settings) -> str:
 def test_env_kwargs_that_cannot_be_used_are_refused(capfd, tmp_path, monkeypatch, name, text):
     monkeypatch.chdir(tmp_path)
     error_of(name, capfd, env_kwargs=text)
+    assert not list(tmp_path.iterdir())
+
+
+def test_env_kwargs_of_envpool_are_no_flags(capfd, tmp_path, monkeypatch):
+    """What a flag says can't be said once more; what EnvPool alone knows can."""
+    monkeypatch.chdir(tmp_path)
+    own = {"env_id": "CartPole-v1", "env_backend": "envpool", "num_envs": 2}
+    error = error_of("ppo", capfd, env_kwargs='{"num_envs": 3, "seed": 1}', **own)
+    assert "--env-kwargs can't set num_envs, seed" in error
+    for text, reason in (('{"gray_scale": false}', "(12, 84, 84)"), ('{"reward_clip": false}', "reward_clip")):
+        assert reason in error_of("ppo_atari_envpool", capfd, env_kwargs=text)
     assert not list(tmp_path.iterdir())
 
 

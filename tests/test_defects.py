@@ -170,6 +170,7 @@ SPACES = {
     "Whole": Box(-3, 3, (2,), dtype=np.int64),
     "Open": Box(-np.inf, np.inf, (2,)),
 }
+gym.register("SeveralParts-v0", Odd, kwargs={"action_space": gym.spaces.Dict({"a": Box(-1, 1, (2,))})})
 for space_name, space in SPACES.items():
     gym.register(f"{space_name}-v0", Odd, kwargs={"action_space": space})
 
@@ -181,6 +182,12 @@ for space_name, space in SPACES.items():
 def test_actions_that_cannot_work_are_refused(capfd, tmp_path, name, space):
     code, error = error_of(capfd, name, tmp_path / "refused", env_id=f"{space}-v0")
     assert code == 2 and "Box(" in error and not (tmp_path / "refused").exists()
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_env_pool", "dqn", "sac_continuous_action"])
+def test_actions_of_several_parts_are_refused(capfd, tmp_path, name):
+    code, error = error_of(capfd, name, tmp_path / "refused", env_id="SeveralParts-v0")
+    assert code == 2 and "Dict(" in error and not (tmp_path / "refused").exists()
 
 
 @pytest.mark.parametrize("num_envs", [1, 2])

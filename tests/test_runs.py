@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from unittest import mock
@@ -501,6 +503,8 @@ def test_override_changes_what_it_names(train, tmp_path, name):
         changed = gone_on("--override", f"{setting}={value}")
         assert changed.checkpoint["args"][setting] == value and changed.checkpoint["args"]["override"] == ()
         assert not all(map(same, learnt(changed), learnt(plain))), setting
+        if setting == "train_frequency":
+            assert changed.lines[-1]["global_step"] == changed.checkpoint["num_updates"] * value
         config = json.loads((changed.run_dir / "config.json").read_text())
         assert config["args"][setting] == old and config["resumed"][-1]["changed"][setting] == value
 
@@ -539,6 +543,33 @@ def test_override_of_what_cannot_change_is_refused(small_run, capsys, change, re
         command("dqn", "--resume", str(folder), "--override", change)
     assert end.value.code == 2 and contents(folder) == before
     assert reason in capsys.readouterr().err
+
+
+def test_override_counts_beside_a_flag_of_the_same_name(train, monkeypatch):
+    """Typed again as it was, the flag does not undo it; by CleanRL's name another value is refused as by ours."""
+    run = train("dqn", epsilon_end=0.1)
+    words = ["--resume", str(run.run_dir), "--total-timesteps", str(2 * run.steps()[-1])]
+    typed = [*words, "--epsilon-end", "0.1", "--override", "epsilon_end=0.2"]
+    monkeypatch.setattr("sys.argv", ["dqn.py", *typed])
+    command("dqn", *typed)
+    assert helpers.outcome(run.run_dir).checkpoint["args"]["epsilon_end"] == 0.2
+    monkeypatch.setattr("sys.argv", ["dqn.py", *words, "--end-e", "0.05"])
+    with pytest.raises(SystemExit) as end:
+        command("dqn", *words, "--end-e", "0.05")
+    assert end.value.code == 2
+
+
+def test_run_of_another_process_is_not_resumed(resume_refused, small_run, tmp_path):
+    """While it is there; the log that it writes stays its own."""
+    folder = shutil.copytree(small_run("ppo").run_dir, tmp_path / "run")
+    code = f"import fcntl, sys\nfile = open({str(folder / 'metrics.jsonl')!r}, 'a')\n"
+    code += "fcntl.lockf(file, fcntl.LOCK_EX)\nprint(1, flush=True)\nsys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        longer = ("--total-timesteps", "4096")
+        assert "another process is training" in resume_refused("ppo", folder, *longer)
+        other.stdin.close()
+    command("ppo", "--resume", str(folder), *longer, "--device", "cpu")
 
 
 def test_override_needs_a_run_to_resume(refused):
