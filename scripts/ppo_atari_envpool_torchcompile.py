@@ -480,11 +480,13 @@ def readings(name: str, value, seen: set):
     if not isinstance(value, nn.Module):  # what became a graph, or was compiled
         value = getattr(value, "module", value)
         value = getattr(value, "__wrapped__", value)
+    libraries = os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__))
     file = value.__code__.co_filename if hasattr(value, "__code__") else ""
-    is_library = file.startswith((os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__))))
-    if id(value) in seen or is_library or type(value).__module__.startswith("tensordict"):
+    if id(value) in seen or file.startswith(libraries) or type(value).__module__.startswith("tensordict"):
         return  # libraries have caches, which may change
     seen.add(id(value))
+    file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or libraries[0]
+    is_own = type(value).__module__ == __name__ or (hasattr(value, "__dict__") and not file.startswith(libraries))
     parts = {}
     if hasattr(value, "__code__"):
         for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
@@ -496,8 +498,8 @@ def readings(name: str, value, seen: set):
     elif isinstance(value, dict | list | tuple):
         keys = value if isinstance(value, dict) else range(len(value))
         parts = {f"{name}[{key!r}]": partial(value.__getitem__, key) for key in keys}
-    elif isinstance(value, nn.Module) or type(value).__module__ == __name__:
-        shared = vars(type(value)) if type(value).__module__ == __name__ else ()
+    elif isinstance(value, nn.Module) or is_own or type(value).__name__ == "SimpleNamespace":
+        shared = vars(type(value)) if is_own else ()
         parts = {f"{name}.{key}": partial(getattr, type(value), key) for key in shared if key[:2] != "__"}
         parts |= {f"{name}.{key}": partial(vars(value).get, key) for key in vars(value)}
     for key, read in parts.items():

@@ -238,6 +238,15 @@ WAYS = {
             in_the_loop("agent._bonus *= 0.9"),
         ],
     ),
+    "an object of another module": Way(
+        "`settings.ent_coef`",
+        [
+            ("import tyro\n", "import tyro\nfrom types import SimpleNamespace\n"),
+            before_the_loop("settings = SimpleNamespace(ent_coef=args.ent_coef)"),
+            (BONUS, "settings.ent_coef * entropy"),
+            in_the_loop("settings.ent_coef *= 0.9"),
+        ],
+    ),
     "nothing, then a number": Way(
         "`bonus`",
         [
