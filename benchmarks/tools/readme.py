@@ -95,6 +95,11 @@ def speed_section() -> list[str]:
     kinds = {}
     for result in load("throughput/**/*.json"):
         kinds.setdefault((machine_of(result["provenance"]), throughput.peer_columns(result)), []).append(result)
+    # The machine that was measured last comes first, and on it what runs without Ray
+    dates = {}
+    for (machine, _), results in kinds.items():
+        dates[machine] = max(dates.get(machine, ""), *(result["provenance"]["date"] for result in results))
+    kinds = dict(sorted(kinds.items(), key=lambda item: (dates[item[0][0]], item[0][1] != ("rllib",)), reverse=True))
     lines = []
     for (machine, peers), results in kinds.items():
         names = [throughput.PEER_NAMES[peer] for peer in peers]
