@@ -48,6 +48,34 @@ def train(tmp_path):
     return lambda name, **overrides: helpers.train(name, next(folders), **overrides)
 
 
+@pytest.fixture
+def minibatches(monkeypatch):
+    """Note the rows of each minibatch that a script learns from, and its loss, as they come: name -> list."""
+
+    def note(name: str) -> list[dict]:
+        script, found, grad = helpers.load(name), [], torch.autograd.grad
+        policy_loss, value_loss = script.clipped_policy_loss, script.clipped_value_loss
+
+        def note_policy(ratio, advantage, valid, clip_coef):
+            found.append({"ratio": ratio.detach(), "advantage": advantage, "valid": valid == 1})
+            return policy_loss(ratio, advantage, valid, clip_coef)
+
+        def note_value(value, old_value, *others):
+            found[-1]["old_value"] = old_value
+            return value_loss(value, old_value, *others)
+
+        def note_loss(loss, weights):
+            found[-1]["loss"] = loss.item()
+            return grad(loss, weights)
+
+        monkeypatch.setattr(script, "clipped_policy_loss", note_policy)
+        monkeypatch.setattr(script, "clipped_value_loss", note_value)
+        monkeypatch.setattr(torch.autograd, "grad", note_loss)
+        return found
+
+    return note
+
+
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory):
     """One run of each script by its small settings, which tests share and must not change: name -> Outcome."""

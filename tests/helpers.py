@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -206,3 +207,24 @@ def refused(script: ModuleType, capfd, **settings) -> str:
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert end.value.code == 2 and len(lines) == 1
     return lines[0]
+
+
+def assert_orders_differ(minibatches: list[dict], epochs: int) -> None:
+    """In each epoch on a rollout each row comes once, in an order that no other epoch has."""
+    parts = np.array_split(np.stack([rows["old_value"] for rows in minibatches]), epochs)
+    orders = [np.concatenate(part) for part in parts]
+    assert len({tuple(order) for order in orders}) == epochs
+    assert all(np.array_equal(np.sort(order), np.sort(orders[0])) for order in orders)
+
+
+def assert_line_is_of(minibatches: list[dict], line: dict, clip_coef: float) -> None:
+    """These metrics are means over the minibatches, whose ratios leave the clip range on both sides."""
+    ratios = [rows["ratio"][rows["valid"]] for rows in minibatches]
+    assert min(map(torch.min, ratios)) < 1 - clip_coef and max(map(torch.max, ratios)) > 1 + clip_coef
+    for metric, function in (
+        ("old_approx_kl", lambda x: -x.log()),
+        ("approx_kl", lambda x: x - 1 - x.log()),
+        ("clipfrac", lambda x: ((x - 1).abs() > clip_coef).float()),
+    ):
+        expected = np.mean([function(ratio).mean() for ratio in ratios])
+        assert line[f"losses/{metric}"] == pytest.approx(expected, rel=1e-3, abs=1e-6)

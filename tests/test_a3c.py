@@ -139,6 +139,20 @@ def test_the_mean_of_gradients_is_that_of_the_joined_batch(in_double, env_id):
     assert 20 < joined[-1] < 48
 
 
+def test_rewards_are_cut_down_to_learn(in_double):
+    """The gradient is that of a fragment whose rewards were cut down before; without the setting it is another."""
+    rng, gradients = np.random.default_rng(1), []
+    obs, action, rows = made_up(rng, is_discrete=True)
+    cut = torch.cat([rows[..., :1].clamp(-1, 1), rows[..., 1:]], dim=2)
+    runner = in_double.Runner(in_double.Args(**SMALL), [1, 2])
+    clipping = in_double.Runner(in_double.Args(**SMALL, clip_rewards=True), [1, 2])
+    for x in (runner, clipping):
+        in_double.set_weights(x.agent, in_double.get_weights(runner.agent))
+        gradients.append([x.gradient(obs, action, part) for part in (rows, cut)])
+    torch.testing.assert_close(gradients[1], [gradients[0][1]] * 2, rtol=1e-12, atol=0)
+    assert not torch.allclose(*gradients[0], rtol=1e-2)
+
+
 # Runs in one process
 
 
@@ -185,6 +199,14 @@ def test_twin_whose_functions_are_replayed_computes_the_same(train, monkeypatch,
                 torch.testing.assert_close(gradient(*fragment), runner.gradient(*fragment), rtol=1e-8, atol=1e-10)
     assert descends.counter > descends.warmup + 5 and len([graph for graph in graphs if graph.counter == 10]) == 1
     assert_agree(without_times(twin), without_times(run), rel=CLOSE)
+
+
+def test_learning_rate_falls_to_zero_if_asked(train):
+    """By the steps that were made before an update."""
+    for anneal in (True, False):
+        run = train(anneal_lr=anneal, log_every=1)
+        expected = [3e-3 * (1 - anneal * step / 384) for step in [0, *run.steps()[:-1]]]
+        assert [line["charts/learning_rate"] for line in run.lines] == pytest.approx(expected) and len(expected) > 8
 
 
 def test_resumed_run_goes_on(train):

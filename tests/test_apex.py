@@ -5,6 +5,7 @@ Runners, the cluster and their faults are the text that test_impala.py is about;
 
 import time
 from collections import defaultdict
+from copy import deepcopy
 from types import SimpleNamespace
 from unittest import mock
 
@@ -226,6 +227,40 @@ def test_each_environment_explores_by_its_own_epsilon():
     assert shares[0][0] > 3 * shares[1][0] > 0
 
 
+def test_rewards_are_cut_down_to_learn():
+    """Not so the returns in the log."""
+    found = []
+    for clip_rewards in (False, True):
+        args = arguments(env_id="tiny_envs:Choose-v0", n_step=1, clip_rewards=clip_rewards)
+        runner = SCRIPT.Runner(args, [1, 2, 3, 4])
+        torch.manual_seed(1)
+        weights = SCRIPT.get_weights(SCRIPT.QNetwork(runner.envs.observation_space, 3, dueling=False))
+        found.append([runner.sample(version, weights) for version in range(3)])
+    for (report, (_, _, raw)), (ours, (_, _, columns)) in zip(*found, strict=True):
+        np.testing.assert_array_equal(columns[..., 1], raw[..., 1].clip(-1, 1))
+        assert report["episodes"] == ours["episodes"] and raw[..., 1].min() < -1
+
+
+def test_returns_in_the_log_are_those_of_environments_that_hardly_explore():
+    """Of four, the last two do so by less than 1 %; the returns of the others have a name of their own."""
+    args = arguments(env_id="tiny_envs:Choose-v0", fragment_steps=200)
+    runner, expected = SCRIPT.Runner(args, [1, 2, 3, 4]), ([], [])
+    total, step = np.zeros(4), runner.envs.step
+
+    def note(action):
+        result = _, reward, terminated, truncated = step(action)
+        np.add(total, reward, out=total)
+        for env in np.flatnonzero(terminated | truncated):
+            expected[env // 2].append(total[env])
+            total[env] = 0
+        return result
+
+    with mock.patch.object(runner.envs, "step", note):
+        report, _ = runner.sample(0, SCRIPT.get_weights(runner.network))
+    assert [x for x, _ in report["episodes"]] == pytest.approx(expected[1]) and len(expected[1]) > 20
+    assert report["infos"]["return_while_exploring"] == pytest.approx(expected[0])
+
+
 # The replay
 
 
@@ -363,6 +398,44 @@ def test_run_is_reproduced_to_the_last_bit(train, name):
     assert without_times(a).metrics() == without_times(b).metrics() and len(a.lines) > 10
     assert torch.equal(weights_of(a), weights_of(b))
     assert torch.equal(a.checkpoint["replay"]["priorities"], b.checkpoint["replay"]["priorities"])
+
+
+@pytest.mark.parametrize("double_dqn", [False, True])
+def test_updates_descend_the_weighted_error(train, monkeypatch, double_dqn):
+    """In float64, each of the last ones; the target network is some updates behind."""
+    script, steps, now, differ = load(in_float64(EAGER)), [], {}, []
+    open_run, sample, step = script.Run.open, script.LocalReplay.sample, script.Adam.step
+
+    def note_networks(run, runners, **parts):
+        now["networks"] = parts["network"], parts["target_network"]
+        open_run(run, runners, **parts)
+
+    def note_batch(replay, count):
+        now["batch"] = sample(replay, count)
+        return now["batch"]
+
+    def note_step(optimizer, gradients):
+        steps.append((gradients, now["batch"], *map(deepcopy, now["networks"])))
+        step(optimizer, gradients)
+
+    monkeypatch.setattr(script.Run, "open", note_networks)
+    monkeypatch.setattr(script.LocalReplay, "sample", note_batch)
+    monkeypatch.setattr(script.Adam, "step", note_step)
+    train(in_float64(EAGER), double_dqn=double_dqn, learning_rate=1e-2, target_network_frequency=30)
+    for gradients, (obs, next_obs, rows), network, target_network in steps[-40:]:
+        loss = 0.0
+        for before, after, (action, total, discount, weight) in zip(obs, next_obs, rows, strict=True):
+            following = target_network(after[None])[0].detach()
+            by_network = network(after[None])[0].argmax()
+            best = by_network if double_dqn else following.argmax()
+            differ.append(bool(by_network != following.argmax()))
+            error = total + discount * following[best] - network(before[None])[0, int(action)]
+            loss = loss + 0.5 * weight * error**2 / len(obs)
+        expected = script.clip(torch.autograd.grad(loss, list(network.parameters())), 40.0)
+        for found, x in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(found, x, rtol=1e-6, atol=1e-9)
+        assert rows[:, 3].unique().numel() > 1
+    assert any(differ)
 
 
 @pytest.mark.parametrize("settings", [{}, OTHER], ids=["defaults", "other"])

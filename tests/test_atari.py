@@ -227,6 +227,27 @@ def test_first_update_sees_the_policy_that_collected(train):
         assert line["losses/clipfrac"] == 0
 
 
+def test_loss_is_the_sum_of_its_parts(train, minibatches):
+    """Equation (9). At first the entropy is that of a policy that is nearly uniform."""
+    found = minibatches(EAGER)
+    settings = {"num_minibatches": 1, "update_epochs": 1, "ent_coef": 0.3, "vf_coef": 0.7, "total_timesteps": 32}
+    (line,) = train(**settings).lines
+    policy_loss, value_loss, entropy = (line[f"losses/{part}"] for part in ("policy_loss", "value_loss", "entropy"))
+    assert found[0]["loss"] == pytest.approx(policy_loss + 0.7 * value_loss - 0.3 * entropy, rel=1e-5)
+    assert entropy == pytest.approx(math.log(4), abs=1e-3)
+
+
+def test_minibatches_are_normalized_and_each_epoch_has_an_order_of_its_own(train, minibatches):
+    """And the log has the means over the last epoch."""
+    found = minibatches(EAGER)
+    (line,) = train(total_timesteps=32, clip_coef=1e-3).lines
+    for rows in found:
+        advantage = rows["advantage"][rows["valid"]]
+        assert abs(advantage.mean()) < 1e-5 and advantage.std() == pytest.approx(1, abs=1e-4)
+    helpers.assert_orders_differ(found, SMALL["update_epochs"])
+    helpers.assert_line_is_of(found[-SMALL["num_minibatches"] :], line, clip_coef=1e-3)
+
+
 def test_actions_are_drawn_with_the_probabilities_of_the_policy(play, monkeypatch):
     """By a policy that does not look at the frames; each frequency is within four standard deviations."""
     probabilities, init = torch.tensor([0.6, 0.25, 0.05, 0.1]), SCRIPT.ActorCritic.__init__

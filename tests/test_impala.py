@@ -97,6 +97,82 @@ def test_vtrace_of_the_policy_that_acted_is_the_n_step_return():
                 assert target[s, env].item() == pytest.approx(expected, rel=1e-12)
 
 
+# Learning
+
+
+def naive_loss(args, agent, obs, action, rows):
+    """Section 4.2 on the valid rows of a stretch, by V-trace as `naive_vtrace` sums it up."""
+    output, value = agent(obs.flatten(0, 1))
+    output, value = output.view(*obs.shape[:2], -1)[:-1], value.view(obs.shape[:2])
+    reward, *ends, acted = rows.unbind(2)
+    rollout = [reward.clamp(-1, 1).numpy(), *(x.numpy() == 1 for x in ends)]
+    log_prob = agent.log_prob(output, action)
+    log_ratio = (log_prob - acted).detach().numpy()
+    found = naive_vtrace(log_ratio, rollout[0], value.detach().numpy(), rollout, args.rho_bar, args.c_bar)
+    target, advantage = map(torch.from_numpy, found)
+    loss = -log_prob * advantage + args.vf_coef * 0.5 * (value[:-1] - target[: len(action)]).square()
+    return (loss - args.ent_coef * agent.entropy(output))[ends[2] == 1].mean()
+
+
+@pytest.mark.parametrize("env_id", ["tiny_envs:Choose-v0", "tiny_envs:Reach-v0"])
+def test_each_update_is_a_step_down_the_loss(env_id):
+    """By fragments that an older policy acted in, one after the other, in two stretches each; rewards are cut down."""
+    name = in_float64(EAGER)
+    script = load(name)
+    with helpers.default_type_of(name):
+        args = script.Args(
+            **SMALL | {"env_id": env_id, "batch_updates": 2, "gamma": GAMMA, "clip_rewards": True, "ent_coef": 0.1}
+        )
+        runner = script.Runner(args, [1, 2])
+        with runners_of(script, args) as runners:
+            older = script.get_weights(agent_with(script, runners, 1.3))
+        torch.manual_seed(1)
+        agent, optimizer, learn = script.make_learner(args, *runners.spaces, torch.device("cpu"))
+        step, stretches, resets = optimizer.step, [], 0
+
+        def check(gradients):
+            expected = torch.autograd.grad(naive_loss(args, agent, *stretches.pop(0)), list(agent.parameters()))
+            for found, x in zip(gradients, script.clip(expected, args.max_grad_norm), strict=True):
+                torch.testing.assert_close(found, x, rtol=1e-7, atol=1e-10)
+            step(gradients)
+
+        with mock.patch.object(optimizer, "step", check):
+            for _ in range(4):
+                obs, action, rows = (torch.tensor(x) for x in runner.sample(0, older)[1])
+                assert rows[..., 0].min() < -1
+                resets += int((rows[..., 3] == 0).sum())
+                stretches += [(obs[i : i + 9], action[i : i + 8], rows[i : i + 8]) for i in (0, 8)]
+                learn([tuple(x.numpy() for x in (obs, action, rows))])
+        assert not stretches and resets > 2
+
+
+def test_a_reset_may_be_the_first_row_of_a_fragment():
+    """After one whose last row ended an episode."""
+    runner, found, before = SCRIPT.Runner(SCRIPT.Args(**SMALL | {"fragment_steps": 3}), [1, 2]), 0, np.zeros(2)
+    for version in range(80):
+        _, (_, _, rows) = runner.sample(version, SCRIPT.get_weights(runner.agent))
+        ends = np.concatenate([before[None], rows[..., 1:3].max(2)])
+        np.testing.assert_array_equal(rows[..., 3], 1 - ends[:-1])
+        before, found = ends[-1], found + ends[0].sum()
+    assert found > 5
+
+
+@pytest.mark.parametrize("env_id", ["tiny_envs:Choose-v0", "tiny_envs:Reach-v0"])
+@pytest.mark.parametrize("name", ["impala_ray", "a3c_ray", "ppo_ray"])
+def test_noise_makes_samples_of_the_policy(name, env_id):
+    """Of its probabilities, or its standard deviations: within four standard deviations."""
+    env, count, output = gym.make(env_id), 20_000, torch.tensor([0.6, 0.3, 0.1]).log()
+    agent, rng = load(name).ActorCritic(env.observation_space, env.action_space), np.random.default_rng(1)
+    if agent.is_discrete:
+        share = np.bincount((output.numpy() + agent.noise(rng, count)).argmax(1), minlength=3) / count
+        assert (np.abs(share - output.exp().numpy()) < 4 * np.sqrt(0.25 / count)).all()
+    else:
+        agent.log_std.data = torch.tensor([-2.0, 0.5])
+        noise, std = agent.noise(rng, count), agent.log_std.detach().exp().numpy()
+        assert (np.abs(noise.mean(0)) < 4 * std / np.sqrt(count)).all()
+        np.testing.assert_allclose(noise.std(0), std, rtol=4 / np.sqrt(2 * count))
+
+
 # In one process
 
 
@@ -122,6 +198,14 @@ def test_first_update_sees_the_policy_that_acted(train, name):
     for line in train(name, **({"compile": False} if name == COMPILED else {})).lines:
         assert abs(line["losses/approx_kl"]) < 1e-6 and line["losses/rho"] == pytest.approx(1, abs=1e-5)
         assert line["runners/staleness"] == line["runners/staleness_max"] == 0
+
+
+def test_learning_rate_falls_to_zero_if_asked(train):
+    """By the steps that were made before an update."""
+    for anneal in (True, False):
+        run = train(anneal_lr=anneal, log_every=1)
+        expected = [3e-3 * (1 - anneal * step / 384) for step in [0, *run.steps()[:-1]]]
+        assert [line["charts/learning_rate"] for line in run.lines] == pytest.approx(expected) and len(expected) > 8
 
 
 def test_shares_of_time_sum_to_a_hundred_percent(train):

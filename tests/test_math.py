@@ -262,3 +262,12 @@ def test_move_towards_is_a_weighted_mean():
         torch.testing.assert_close(a, b)
     for name, weight in online.state_dict().items():
         assert torch.equal(weight, before[name])
+
+
+def test_time_of_resets_is_what_steps_with_a_reset_took_longer():
+    """Than the mean of the others; nothing where there is nothing to compare with."""
+    time_of_resets = defining("time_of_resets").time_of_resets
+    spent, is_reset = np.array([1.0, 3.0, 7.0, 1.5, 9.0]), np.zeros((5, 2), dtype=bool)
+    is_reset[[2, 3, 4], [0, 1, 1]] = True
+    assert time_of_resets(spent, is_reset) == pytest.approx((7 - 2) + 0 + (9 - 2))
+    assert time_of_resets(spent, is_reset & False) == time_of_resets(spent, is_reset | True) == 0

@@ -1,15 +1,20 @@
-"""What DQN, SAC and TD3 store, how often they learn, what their flags do, and SAC's density."""
+"""What DQN, SAC and TD3 store, what and how often they learn, what their flags do, and SAC's density."""
+
+import math
+from copy import deepcopy
+from itertools import pairwise
+from typing import NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import tiny_envs
 import torch
-from helpers import EAGER, adam_steps, defining, load, on_policy, resume
+from helpers import EAGER, adam_steps, defining, in_float64, load, on_policy, resume
 from parity import assert_agree
 from torch.distributions import AffineTransform, Normal, TanhTransform, TransformedDistribution
 
-from benchmarks.common.pairs import TABLE
+from benchmarks.common.pairs import FAST, TABLE
 
 OFF_POLICY = [name for name in EAGER if not on_policy(name)]
 CONTINUOUS = [name for name in OFF_POLICY if name != "dqn"]
@@ -256,3 +261,173 @@ def test_td3_noise_is_scaled_and_clipped_by_dimension():
     assert change.std(0).numpy() == pytest.approx([0.2, 0.2], rel=0.1)
     wild = actor.noisy(obs, std=50.0)
     assert wild.amin(0).tolist() == [-1, -10] and wild.amax(0).tolist() == [1, 30]
+
+
+# Each step, against its formula as the paper has it
+
+
+class Step(NamedTuple):
+    """A step of an optimizer: its name, its gradients, all networks before it, the batch, and the noise drawn last."""
+
+    optimizer: str
+    gradients: tuple[torch.Tensor, ...]
+    networks: dict[str, torch.nn.Module]
+    batch: tuple[torch.Tensor, ...]
+    noise: torch.Tensor | None
+
+
+@pytest.fixture
+def steps_of(train, monkeypatch):
+    """Train in float64 -> the steps of all optimizers: name, settings -> list."""
+
+    def steps_of(name: str, **settings) -> list[Step]:
+        script, steps, now = load(in_float64(name)), [], {"noise": None}
+        open_run, sample, step = script.Run.open, script.ReplayBuffer.sample, script.Adam.step
+
+        def note_parts(run, envs, **parts):
+            now["parts"] = parts
+            open_run(run, envs, **parts)
+
+        def note_batch(buffer, size):
+            now["batch"] = sample(buffer, size)
+            return now["batch"]
+
+        def note_step(optimizer, gradients):
+            name = next(key for key, x in now["parts"].items() if x is optimizer)
+            networks = {key: x for key, x in now["parts"].items() if "optimizer" not in key and key != "buffer"}
+            steps.append(Step(name, gradients, deepcopy(networks), now["batch"], now["noise"]))
+            step(optimizer, gradients)
+
+        monkeypatch.setattr(script.Run, "open", note_parts)
+        monkeypatch.setattr(script.ReplayBuffer, "sample", note_batch)
+        monkeypatch.setattr(script.Adam, "step", note_step)
+        method = {"sac_continuous_action": "sample", "td3_continuous_action": "noisy"}.get(name)
+        if method:
+            act = getattr(script.Actor, method)
+
+            def note_noise(actor, obs, *settings, **noise):
+                if len(settings) != 1:  # else it acts in the environment
+                    noise["noise"] = now["noise"] = torch.randn(len(obs), len(actor.scale))
+                return act(actor, obs, *settings, **noise)
+
+            monkeypatch.setattr(script.Actor, method, note_noise)
+        train(in_float64(name), **settings)
+        return steps
+
+    return steps_of
+
+
+def assert_gradient(step: Step, network: str, loss: torch.Tensor) -> None:
+    expected = torch.autograd.grad(loss, list(step.networks[network].parameters()))
+    for ours, x in zip(step.gradients, expected, strict=True):
+        torch.testing.assert_close(ours, x, rtol=1e-7, atol=1e-10)
+
+
+def assert_moved(target: torch.nn.Module, before: torch.nn.Module, online: torch.nn.Module, tau: float) -> None:
+    for x, old, new in zip(target.parameters(), before.parameters(), online.parameters(), strict=True):
+        torch.testing.assert_close(x, (1 - tau) * old + tau * new, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("double_dqn", [False, True])
+def test_dqn_descends_the_squared_error(steps_of, double_dqn):
+    """Its target network is some updates behind, and the two ways to choose the next action differ."""
+    settings, differ = {"double_dqn": double_dqn, "target_network_frequency": 100, "learning_rate": 1e-2}, []
+    for step in steps_of("dqn", **settings)[-40:]:
+        network, target_network = step.networks.values()
+        loss = 0.0
+        for obs, action, reward, next_obs, terminated in zip(*step.batch, strict=True):
+            following = target_network(next_obs).detach()
+            best = network(next_obs).argmax() if double_dqn else following.argmax()
+            differ.append(bool(network(next_obs).argmax() != following.argmax()))
+            target = reward + (0 if terminated else 0.99 * following[best])
+            loss = loss + (network(obs)[int(action)] - target) ** 2 / 16
+        assert_gradient(step, "network", loss)
+    assert any(differ)
+
+
+def test_sac_descends_its_losses(steps_of):
+    """Equations (5), (7) and (18): of critics, actor and temperature, each with noise of its own."""
+    steps, critic_of_minimum = steps_of("sac_continuous_action", policy_lr=3e-3, total_timesteps=120), set()
+    assert {step.optimizer for step in steps} == {f"{part}_optimizer" for part in ("critic", "actor", "alpha")}
+    for step in steps:
+        networks, (obs, action, reward, next_obs, terminated) = step.networks, step.batch
+        actor, (alpha,) = networks["actor"], networks["temperature"].parameters()
+        mean, raw = actor.net(next_obs if step.optimizer == "critic_optimizer" else obs).chunk(2, dim=1)
+        log_std = -5 + (2 - -5) * (raw.tanh() + 1) / 2
+        x = mean + log_std.exp() * step.noise
+        log_prob = (Normal(mean, log_std.exp()).log_prob(x) - (actor.scale * (1 - x.tanh().square())).log()).sum(1)
+        chosen = actor.center + actor.scale * x.tanh()
+        if step.optimizer == "critic_optimizer":
+            following = torch.stack([critic(next_obs, chosen) for critic in networks["target_critics"]])
+            critic_of_minimum |= set(following.argmin(0).tolist())
+            soft = following.min(0).values - alpha.exp() * log_prob
+            target = (reward + FAST["gamma"] * (1 - terminated) * soft).detach()
+            losses = [(critic(obs, action) - target).square().mean() for critic in networks["critics"]]
+            assert_gradient(step, "critics", sum(losses))
+        elif step.optimizer == "actor_optimizer":
+            value = torch.stack([critic(obs, chosen) for critic in networks["critics"]])
+            assert_gradient(step, "actor", (alpha.exp().detach() * log_prob - value.min(0).values).mean())
+        else:
+            assert_gradient(step, "temperature", (alpha.exp() * (-log_prob - -2).detach()).mean())
+    assert critic_of_minimum == {0, 1}
+    for step, following in pairwise(steps):
+        now, before = (x.networks["target_critics"] for x in (following, step))
+        assert_moved(now, before, following.networks["critics"], FAST["tau"] * (step.optimizer == "critic_optimizer"))
+
+
+def test_td3_descends_its_losses(steps_of):
+    """Targets by smoothed actions of the target actor; actor and targets move with every second step of the critics."""
+    settings = {"policy_noise": 0.5, "noise_clip": 0.3, "learning_rate": 3e-3, "total_timesteps": 140}
+    steps, critic_of_minimum = steps_of("td3_continuous_action", **settings), set()
+    order = ["critic_optimizer", "critic_optimizer", "actor_optimizer"] * 20
+    assert [step.optimizer for step in steps] == order
+    for step in steps:
+        networks, (obs, action, reward, next_obs, terminated) = step.networks, step.batch
+        if step.optimizer == "actor_optimizer":
+            assert_gradient(step, "actor", -networks["critics"][0](obs, networks["actor"](obs)).mean())
+            continue
+        actor = networks["target_actor"]
+        low, high = actor.center - actor.scale, actor.center + actor.scale
+        noise = actor.scale * (0.5 * step.noise).clamp(-0.3, 0.3)
+        chosen = (actor.center + actor.scale * actor.net(next_obs).tanh() + noise).clamp(low, high)
+        following = torch.stack([critic(next_obs, chosen) for critic in networks["target_critics"]])
+        critic_of_minimum |= set(following.argmin(0).tolist())
+        target = (reward + FAST["gamma"] * (1 - terminated) * following.min(0).values).detach()
+        losses = [(critic(obs, action) - target).square().mean() for critic in networks["critics"]]
+        assert_gradient(step, "critics", sum(losses))
+    assert critic_of_minimum == {0, 1}
+    for step, following in pairwise(steps):
+        for name in ("actor", "critics"):
+            now, before = (x.networks[f"target_{name}"] for x in (following, step))
+            assert_moved(now, before, following.networks[name], FAST["tau"] * (step.optimizer == "actor_optimizer"))
+
+
+# How they explore
+
+
+def test_dqn_explores_all_actions_alike(train):
+    """Within four standard deviations; not by the greedy action, of which there is only one."""
+    train("dqn", env_id="tiny_envs:DiscreteSame-v0", epsilon_end=1.0, learning_starts=1500, total_timesteps=1500)
+    share = np.bincount(np.array(tiny_envs.received) - 5, minlength=3) / 1500
+    assert len(share) == 3 and (np.abs(share - 1 / 3) < 4 * math.sqrt(2 / 9 / 1500)).all()
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_actions_are_drawn_from_the_policy(train, name):
+    """Of a policy that does not change, and sees one observation: mean and spread, within four standard deviations."""
+    rates = {"policy_lr": 0.0, "q_lr": 0.0} if name.startswith("sac") else {"learning_rate": 0.0}
+    settings = {"num_envs": 8, "sync_envs": True, "gradient_steps": 1, "learning_starts": 8, "total_timesteps": 2408}
+    run = train(name, env_id="tiny_envs:Same-v0", **settings, **rates)
+    actor = load(name).Actor(3, tiny_envs.PUSH)
+    actor.load_state_dict(run.checkpoint["actor"])
+    action = (torch.tensor(np.stack(tiny_envs.received[8:])) - actor.center) / actor.scale
+    with torch.no_grad():
+        output = actor(torch.full((1, 3), 0.5))
+    if name.startswith("sac"):
+        (mean, log_std), action = (x[0] for x in output), action.atanh()
+        std = log_std.exp()
+    else:
+        mean, std = (output[0] - actor.center) / actor.scale, torch.full((2,), 0.1)
+    count = len(action)
+    assert count == 2400 and ((action.mean(0) - mean).abs() < 4 * std / math.sqrt(count)).all()
+    torch.testing.assert_close(action.std(0), std, rtol=4 / math.sqrt(2 * count), atol=0)

@@ -1,7 +1,14 @@
 """What PPO's own settings do. Of compiled scripts test_pairs.py shows that they compute the same."""
 
+import math
+from itertools import pairwise
+
+import numpy as np
 import pytest
-from helpers import EAGER, adam_steps, load, on_policy
+import torch
+from helpers import EAGER, adam_steps, assert_line_is_of, assert_orders_differ, discrete, has_pool, load, on_policy
+from tiny_envs import PUSH
+from torch import nn
 
 from benchmarks.common.pairs import TABLE
 
@@ -57,3 +64,127 @@ def test_first_update_sees_the_policy_that_collected(train, name):
     assert abs(line["losses/approx_kl"]) < 1e-6 and abs(line["losses/old_approx_kl"]) < 1e-5
     assert line["losses/clipfrac"] == 0
     assert load(name).METRICS[0] in line and abs(line["losses/policy_loss"]) < 1e-5  # the mean of normalized advantages
+
+
+# What is learnt from
+
+
+@each_script
+def test_loss_is_the_sum_of_its_parts(train, minibatches, name):
+    """Equation (9). At first the entropy is that of a policy that is nearly uniform, or of standard normal ones."""
+    found = minibatches(name)
+    settings = {"num_minibatches": 1, "update_epochs": 1, "ent_coef": 0.3, "vf_coef": 0.7}
+    (line,) = train(name, total_timesteps=64, **settings).lines
+    policy_loss, value_loss, entropy = (line[f"losses/{part}"] for part in ("policy_loss", "value_loss", "entropy"))
+    assert found[0]["loss"] == pytest.approx(policy_loss + 0.7 * value_loss - 0.3 * entropy, rel=1e-5)
+    of_two_normals = math.log(2 * math.pi * math.e)
+    assert entropy == pytest.approx(math.log(3) if discrete(name) else of_two_normals, abs=1e-3)
+
+
+@each_script
+def test_advantages_are_normalized_in_each_minibatch(train, minibatches, name):
+    found = minibatches(name)
+    train(name)
+    for rows in found:
+        advantage = rows["advantage"][rows["valid"]]
+        assert abs(advantage.mean()) < 1e-5 and advantage.std() == pytest.approx(1, abs=1e-4)
+    assert not all(rows["valid"].all() for rows in found)
+
+
+@each_script
+def test_each_epoch_has_an_order_of_its_own(train, minibatches, name):
+    found = minibatches(name)
+    train(name, total_timesteps=64)
+    assert_orders_differ(found, SETTINGS["update_epochs"])
+
+
+@each_script
+def test_losses_in_the_log_are_means_over_the_last_epoch(train, minibatches, name):
+    found = minibatches(name)
+    (line,) = train(name, total_timesteps=64, clip_coef=0.02).lines
+    assert_line_is_of(found[-SETTINGS["num_minibatches"] :], line, clip_coef=0.02)
+
+
+@each_script
+def test_values_go_on_from_rollout_to_rollout(train, monkeypatch, name):
+    """The value after the last step is that before the next one; and how much of the returns values explain."""
+    script, seen = load(name), []
+    gae = script.gae
+
+    def note(reward, value, terminated, truncated, valid, *settings):
+        seen.append((value, gae(reward, value, terminated, truncated, valid, *settings), valid == 1))
+        return seen[-1][1]
+
+    monkeypatch.setattr(script, "gae", note)
+    lines = train(name, learning_rate=0.0).lines
+    for (value, _, _), (following, _, _) in pairwise(seen):
+        torch.testing.assert_close(following[0], value[-1], rtol=1e-4, atol=1e-5)
+    assert len({value[-1].item() for value, _, _ in seen}) == len(lines) == ROLLOUTS
+    for line, (value, advantage, valid) in zip(lines, seen, strict=True):
+        unexplained = (advantage[valid].var() / (advantage + value[:-1])[valid].var()).item()
+        assert line["losses/explained_variance"] == pytest.approx(1 - unexplained, rel=1e-4, abs=1e-4)
+
+
+# What the policy does and sees
+
+
+@each_script
+def test_actions_are_drawn_with_the_probabilities_of_the_policy(train, monkeypatch, name):
+    """By a policy that does not look at observations: within four standard deviations."""
+    script, chosen = load(name), []
+    envs, method = (script.Pool, "send") if has_pool(name) else (script.Envs, "step")
+    init, act = script.ActorCritic.__init__, getattr(envs, method)
+    probabilities, mean, std = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.1, -0.7]), 0.04
+
+    def set_policy(self, *args):
+        init(self, *args)
+        nn.init.zeros_(self.actor[-1].weight)
+        self.actor[-1].bias.data = probabilities.log() if discrete(name) else mean.clone()
+        if not discrete(name):
+            nn.init.constant_(self.log_std, math.log(std))
+
+    def note(self, action, *others):
+        chosen.append(np.array(action))
+        return act(self, action, *others)
+
+    monkeypatch.setattr(script.ActorCritic, "__init__", set_policy)
+    monkeypatch.setattr(envs, method, note)
+    train(name, total_timesteps=1280, update_epochs=1, learning_rate=0.0)
+    actions, count = np.concatenate(chosen), len(chosen)
+    if discrete(name):
+        deviation = (probabilities * (1 - probabilities) / count).sqrt().numpy()
+        assert (np.abs(np.bincount(actions - 5) / count - probabilities.numpy()) < 4 * deviation).all()
+    else:
+        assert (np.abs(actions.mean(0) - mean.numpy()) < 4 * std / math.sqrt(count)).all()
+        assert actions.std(0) == pytest.approx([std] * 2, rel=4 / math.sqrt(2 * count))
+
+
+@pytest.mark.parametrize("name", [name for name in EAGER if on_policy(name) and hasattr(load(name), "normal_log_prob")])
+def test_actions_are_learnt_as_they_were_drawn(train, monkeypatch, name):
+    """Not as the environment took them, cut down to its bounds: of such the density is another one."""
+    script, seen = load(name), []
+    log_prob = script.normal_log_prob
+    monkeypatch.setattr(script, "normal_log_prob", lambda *args: (seen.append(args[0]), log_prob(*args))[1])
+    train(name)
+    actions = torch.cat(seen).numpy()
+    assert (actions < PUSH.low).any(0).all() and (actions > PUSH.high).any(0).all()
+
+
+def test_statistics_are_those_of_all_observations(train, monkeypatch):
+    script, seen = load("ppo_continuous_action"), []
+    reset, step = script.Envs.reset, script.Envs.step
+
+    def note(obs):
+        seen.append(obs.copy())
+        return obs
+
+    def note_step(envs, action):
+        obs, *others = step(envs, action)
+        return note(obs), *others
+
+    monkeypatch.setattr(script.Envs, "reset", lambda envs: note(reset(envs)))
+    monkeypatch.setattr(script.Envs, "step", note_step)
+    norm, rows = train("ppo_continuous_action").checkpoint["obs_norm"], np.concatenate(seen)
+    assert norm["count"] == len(rows) == SETTINGS["total_timesteps"] + 1
+    np.testing.assert_allclose(norm["mean"], rows.mean(0, dtype=np.float64), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(norm["squares"] / len(rows), rows.var(0, dtype=np.float64), rtol=1e-6)

@@ -111,6 +111,36 @@ def test_rewards_are_divided_by_the_spread_of_discounted_returns():
         np.testing.assert_allclose(rows[..., 0], raw[..., 0] / std, rtol=1e-4, atol=1e-6)
 
 
+def test_rewards_are_cut_down_to_learn():
+    (plain, weights), (clipped, _) = runner_of([1, 2]), runner_of([1, 2], clip_rewards=True)
+    (report, (_, _, raw)), (ours, (_, _, rows)) = (x.sample(0, weights, *NOTHING) for x in (plain, clipped))
+    np.testing.assert_array_equal(rows[..., 0], raw[..., 0].clip(-1, 1))
+    np.testing.assert_array_equal(rows[..., 1:], raw[..., 1:])
+    assert report["episodes"] == ours["episodes"] and raw[..., 0].min() < -1
+
+
+def test_a_reset_may_be_the_first_row_of_a_fragment():
+    """After one whose last row ended an episode."""
+    runner, weights = runner_of([1, 2, 3, 4], num_steps=3)
+    before, found = np.zeros(4), 0
+    for version in range(40):
+        _, (_, _, rows) = runner.sample(version, weights, *NOTHING)
+        ends = np.concatenate([before[None], rows[..., 1:3].max(2)])
+        np.testing.assert_array_equal(rows[..., 3], 1 - ends[:-1])
+        before, found = ends[-1], found + ends[0].sum()
+    assert found > 5
+
+
+def test_orders_of_rows_are_new_in_each_epoch_and_rollout():
+    """And the same of all learners; each row comes once in an epoch."""
+    args = arguments(update_epochs=3, num_minibatches=4)
+    orders = [SCRIPT.draw_permutations(args, num_steps, 32) for num_steps in (0, 12)]
+    assert torch.equal(orders[0], SCRIPT.draw_permutations(args, 0, 32)) and orders[0].shape == (3, 4, 8)
+    epochs = [epoch.flatten() for order in orders for epoch in order]
+    assert all(torch.equal(epoch.sort().values, torch.arange(32)) for epoch in epochs)
+    assert len({tuple(epoch.tolist()) for epoch in epochs}) == 6
+
+
 @pytest.mark.parametrize("learners", [1, 3])
 def test_spread_is_that_of_the_valid_rows_of_a_minibatch(learners):
     """Of several learners: of all their rows together."""
@@ -221,6 +251,12 @@ def test_run_is_reproduced_to_the_last_bit_without_ray(train, settings):
     for line in run.lines:
         assert line["runners/staleness"] == line["runners/staleness_max"] == line["runners/late"] == 0
         assert sum(x for name, x in line.items() if name.startswith("time/")) == pytest.approx(100)
+
+
+def test_learning_rate_falls_to_zero_if_asked(train):
+    for anneal in (True, False):
+        rates = [line["charts/learning_rate"] for line in train(anneal_lr=anneal).lines]
+        assert rates == pytest.approx([3e-3 * (1 - anneal * i / 12) for i in range(12)])
 
 
 @pytest.mark.parametrize("env_id", ["tiny_envs:Stream-v0", "tiny_envs:DiscreteStream-v0"])

@@ -89,6 +89,27 @@ def test_log_has_flat_lines_of_finite_numbers(small_run, name):
         step, seconds = line["global_step"], line["seconds"]
 
 
+@each_kind
+def test_returns_in_the_log_are_those_since_the_line_before(train, monkeypatch, name):
+    """Each episode counts in one line, by its mean with the others of that line; so do numbers of `info`."""
+    script, ended = load(name), []
+    log = script.Run.log
+
+    def note(run, metrics):
+        run.envs.infos["number"] += [len(ended), len(ended), len(ended) + 3]
+        ended.append(list(run.episodes))
+        log(run, metrics)
+
+    monkeypatch.setattr(script.Run, "log", note)
+    lines = train(name).lines
+    for number, (line, episodes) in enumerate(zip(lines, ended, strict=True)):
+        assert line.get("charts/episodes", 0) == len(episodes) and line["info/number"] == number + 1
+        for i, key in enumerate(("charts/episodic_return", "charts/episodic_length") if episodes else ()):
+            assert line[key] == pytest.approx(sum(episode[i] for episode in episodes) / len(episodes))
+    returns = [episode_return for episodes in ended for episode_return, _ in episodes]
+    assert len(set(returns)) == len(returns) > 20 and max(map(len, ended)) > 1
+
+
 @each_script
 def test_checkpoint_holds_all_that_a_resumed_run_needs(small_run, name):
     """It was loaded with `weights_only=True`."""
@@ -172,6 +193,24 @@ def test_signal_ends_the_run_with_a_checkpoint_of_that_moment(train, monkeypatch
         between_updates = 5 if name == "dqn" else 1
         assert run.lines[-1]["global_step"] == len(tiny_envs.received)
         assert 203 <= run.lines[-1]["global_step"] < 203 + between_updates
+
+
+@each_kind
+def test_a_second_signal_kills(train, monkeypatch, name):
+    """The first one has the run end by itself; after it the default action is back, for a run that hangs."""
+    script, handlers = load(name), []
+    log = script.Run.log
+
+    def log_and_stop(run, metrics):
+        log(run, metrics)
+        if not handlers:
+            signal.raise_signal(signal.SIGTERM)
+            handlers.append(signal.getsignal(signal.SIGTERM))
+
+    monkeypatch.setattr(script.Run, "log", log_and_stop)
+    with pytest.raises(SystemExit) as end:
+        train(name)
+    assert end.value.code == 128 + signal.SIGTERM and handlers == [signal.SIG_DFL]
 
 
 @each_script
@@ -570,6 +609,25 @@ def test_run_of_another_process_is_not_resumed(resume_refused, small_run, tmp_pa
         assert "another process is training" in resume_refused("ppo", folder, *longer)
         other.stdin.close()
     command("ppo", "--resume", str(folder), *longer, "--device", "cpu")
+
+
+def test_a_run_keeps_its_log_from_other_processes(train, monkeypatch):
+    """From the start, and when it was resumed; not when it is over."""
+    log, found = load("ppo").Run.log, []
+    code = "import fcntl, sys\nfcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+
+    def is_free(folder: Path) -> bool:
+        words = [sys.executable, "-c", code, folder / "metrics.jsonl"]
+        return subprocess.run(words, capture_output=True).returncode == 0
+
+    def log_and_try(run, metrics):
+        log(run, metrics)
+        found.append(is_free(run.dir))
+
+    monkeypatch.setattr(load("ppo").Run, "log", log_and_try)
+    folder = train("ppo", total_timesteps=64).run_dir
+    command("ppo", "--resume", str(folder), "--total-timesteps", "128", "--device", "cpu")
+    assert found == [False, False] and is_free(folder)
 
 
 def test_override_needs_a_run_to_resume(refused):
