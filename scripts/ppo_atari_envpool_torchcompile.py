@@ -98,7 +98,7 @@ class Args:
     vf_coef: float = 0.5  # weight of the value loss, c1 in the paper
     max_grad_norm: float = 0.5  # the gradient is scaled down to this norm
     target_kl: float | None = None  # no more epochs on a rollout once their mean approx_kl is more
-    matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"  # of float32; auto: TF32 on CUDA only
+    matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"  # auto: true float32; TF32 on CUDA
     bf16: bool = False  # compute hidden layers in bfloat16; weights, last layers and loss stay in float32
 
     # compile: two switches, to see what each of the two steps gives

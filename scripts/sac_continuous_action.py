@@ -96,7 +96,7 @@ class Args:
     gradient_steps: int | None = None  # updates after each step of all environments; by default one for each transition
     alpha: float = 0.2  # temperature, the weight of the entropy, if it is not tuned
     autotune: bool = True  # tune the temperature so that the policy's entropy comes to -A
-    matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"  # of float32; auto: TF32 on CUDA only
+    matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"  # auto: true float32; TF32 on CUDA
     bf16: bool = False  # compute hidden layers in bfloat16; weights, last layers and loss stay in float32
 
 

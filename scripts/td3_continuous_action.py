@@ -94,7 +94,7 @@ class Args:
     exploration_noise: float = 0.1  # std of the noise on actions taken, as a fraction of half the action's range
     policy_noise: float = 0.2  # std of the noise on target actions (target policy smoothing), in the same unit
     noise_clip: float = 0.5  # the noise on target actions is clipped to +- this, in the same unit
-    matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"  # of float32; auto: TF32 on CUDA only
+    matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"  # auto: true float32; TF32 on CUDA
     bf16: bool = False  # compute hidden layers in bfloat16; weights, last layers and loss stay in float32
 
 

@@ -62,7 +62,12 @@ def draw_curve(axis, x: np.ndarray, y: np.ndarray, variant: str, name: str, band
 
 
 def draw_bars(
-    axis, names: list[str], values: list[float], errors: list[tuple[float, float]], form: str = ",.0f"
+    axis,
+    names: list[str],
+    values: list[float],
+    errors: list[tuple[float, float]],
+    form: str = ",.0f",
+    prefixes: list[str] | None = None,
 ) -> None:
     """Horizontal bars, one a variant, the first on top, with error bars (low, high) and the value behind each."""
     place = np.arange(len(names))
@@ -70,7 +75,8 @@ def draw_bars(
     axis.barh(place, values, color=[colour(name) for name in names], height=0.65)
     axis.errorbar(values, place, xerr=distance, fmt="none", ecolor="#333333", elinewidth=1, capsize=2.5)
     for i, value in enumerate(values):
-        axis.annotate(f"{value:{form}}", (errors[i][1], i), xytext=(5, 0), textcoords="offset points", va="center")
+        text = (prefixes[i] if prefixes else "") + f"{value:{form}}"
+        axis.annotate(text, (errors[i][1], i), xytext=(5, 0), textcoords="offset points", va="center")
     axis.set_yticks(place, [label(name) for name in names])
     axis.invert_yaxis()
     axis.margins(x=0.15)

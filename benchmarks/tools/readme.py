@@ -112,12 +112,14 @@ def speed_section() -> list[str]:
     lines += [
         "threads and `--matmul-precision`, as far as the peers can be told: what differs stands beside the tables;"
     ]
-    lines += ["beside `--bf16` the peers stay in float32, as they have no such flag. In a simulation, such intervals"]
-    lines += ["hold the truth in 92 % of cases by three rounds, and in 73 % by two; from one day to the next the same"]
-    lines += ["program can differ by more."]
-    lines += ["[Everything that was measured](benchmarks/results/throughput/throughput.md), with peak memory, the time"]
-    lines += ["of each part and LeanRL's published figures; of other CPUs in folders beside it. The environment alone"]
-    lines += ["takes random actions, and no pause."]
+    lines += ["beside `--bf16` the peers stay in float32, as they have no such flag. Intervals of two or three rounds"]
+    lines += ["are narrow; from one day to the next the same program can differ by more."]
+    pages = sorted(RESULTS.glob("throughput/**/throughput.md"))
+    lines += ["Everything that was measured, with peak memory, the time of each part and LeanRL's published figures:"]
+    for page in pages:
+        machine = machine_of(json.loads(min(page.parent.glob("*.json")).read_text())["provenance"])
+        lines += [f"[{machine}]({page.relative_to(RESULTS.parent.parent)})" + ("." if page == pages[-1] else ",")]
+    lines += ["The environment alone takes random actions, and no pause."]
     return [*lines, *sources([result for results in kinds.values() for result in results]), ""]
 
 
@@ -399,7 +401,9 @@ def draw_times(axis, result: dict) -> None:
     """The mean seconds from pressing Enter to a score, with 95 % intervals."""
     own = {name: time_to_score.summarize(rows) for name, rows in result["contestants"].items()}
     own = {name: x for name, x in own.items() if x["runs"]}
-    plots.draw_bars(axis, list(own), [x["mean"] for x in own.values()], [x["interval"] for x in own.values()])
+    bounds = ["≥ " * (x["reached"] < x["runs"]) for x in own.values()]
+    values, intervals = ([x[key] for x in own.values()] for key in ("mean", "interval"))
+    plots.draw_bars(axis, list(own), values, intervals, prefixes=bounds)
     title = f"Seconds from pressing Enter until {result['script']}\nhas {result['score']:,g} on {result['env_id']}"
     plots.describe_axis(axis, title, "", "")
 
