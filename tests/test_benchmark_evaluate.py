@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 import shutil
 import signal
@@ -181,3 +182,15 @@ def test_a_run_that_can_not_be_followed(run_dir, tmp_path, monkeypatch, capsys):
         (run_dir, {"video": Path("a.mp4")}, "films nothing"),
     ):
         assert message in refusal(evaluate.main, evaluate.Options(folder, follow=True, **changes), capsys)
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_continuous_action", "dqn"])
+def test_a_policy_can_be_used_as_the_docs_say(tmp_path, name):
+    """The program in docs/use.md, for runs of other scripts too."""
+    module, folder = load_script(SCRIPTS / f"{name}.py"), tmp_path / "run"
+    module.train(tyro.cli(module.Args, args=[*toy_flags(name), f"--run-dir={folder}"]))
+    program = re.search("```python\n(.*?)```", (ROOT / "docs/use.md").read_text(), re.DOTALL)[1]
+    program = program.replace("RUN_DIR", str(folder)).replace("import ppo ", f"import {name} as ppo ")
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert math.isfinite(float(done.stdout.splitlines()[-1]))
