@@ -76,12 +76,12 @@ def test_bad_input(change, message, tmp_path, capsys):
 
 def test_scaling_is_told_beside_its_model(tmp_path):
     """From rows as they are measured: times lock-step, share of linear, how many runners one learner could have."""
-    options = scaling.Options(out=tmp_path, nodes=(1, 4))
+    options = scaling.Options(out=tmp_path, nodes=(1, 4, 8))
     times = scaling.TIMES
     sizes = [
         {"name": "first-ready", "nodes": nodes, "steps_per_second": rate, "model": scaling.model(options, nodes),
          "learner_seconds_per_step": 1e-5, "staleness_max": 1, "late": 0}
-        for nodes, rate in ((1, 400.0), (4, 1200.0))
+        for nodes, rate in ((1, 300.0), (4, 1200.0), (8, 1300.0))
     ]  # fmt: skip
     assert sizes[1]["model"] == pytest.approx(4 * 24 / pool_models.rollouts(*times, 12, 512))
     node = [{"name": "lock-step, SB3", "steps_per_second": 100.0, "model": 24 / pool_models.lock_step(*times, 24)}]
@@ -89,6 +89,7 @@ def test_scaling_is_told_beside_its_model(tmp_path):
     result = {"settings": settings, "node": node, "sizes": sizes, "provenance": provenance()}
     write_json(tmp_path / "scaling.json", result)
     text = scaling.write_summary(tmp_path)
-    assert "| 12.0x | 75% | 1 | 0 |" in text and "it could take 100,000 steps/s, 4.40 MB/s, 16.3 sets" in text
+    assert "| 12.0x | 100% | 1 | 0 |" in text and "| 13.0x | 54% | 1 | 0 |" in text
+    assert "With 4 nodes, the most that had 90% of linear," in text and "it could take 100,000 steps/s, 4.40 MB/s, 16.3 sets" in text
     assert "those of 666 such runners" in text and "150% of what one learner can take" in text
     assert {path.name for path in tmp_path.iterdir()} == {"scaling.json", "scaling.md", "scaling.png"}

@@ -27,10 +27,14 @@ TABLES, RESULTS = ROOT / "RESULTS.md", ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- results: made by benchmarks/tools/readme.py -->", "<!-- end of results -->"
 
 
+def in_order(path: Path) -> tuple:
+    """What files of results are sorted by: those of a folder before those of the folders in it."""
+    return len(path.parts), path
+
+
 def load(pattern: str) -> list[dict]:
     """The JSON files of a pattern below the results, in the order of their names; those of other machines come last."""
-    paths = sorted(RESULTS.glob(pattern), key=lambda path: (len(path.parts), path))
-    return [json.loads(path.read_text()) for path in paths]
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(pattern), key=in_order)]
 
 
 def sources(results: list[dict]) -> list[str]:
@@ -330,14 +334,16 @@ def pool_section() -> list[str]:
 
 
 def scaling_section() -> list[str]:
-    """The table of slow simulators over machines."""
-    (result,) = load("scaling/scaling.json")
-    lines = [
+    """The tables of slow simulators over machines, one for each script."""
+    results, lines = load("scaling/**/scaling.json"), []
+    for result, page in zip(results, sorted(RESULTS.glob("scaling/**/scaling.md"), key=in_order), strict=True):
+        script, link = result["settings"]["script"], page.relative_to(RESULTS.parent.parent)
+        lines += [f"`{script}`, [and what one learner could take]({link}):", "", *scaling.results_table(result), ""]
+    lines += [
         "24 environments a node, which sleep 30 ms a step and 1 s more in 1% of them; nodes that Ray simulates. The"
     ]
-    lines += ["model is of whoever takes no time of its own. [What one learner could"]
-    lines += ["take](benchmarks/results/scaling/scaling.md)."]
-    return [*scaling.results_table(result), "", *lines, *sources([result]), ""]
+    lines += ["model is of whoever takes no time of its own."]
+    return [*lines, *sources(results), ""]
 
 
 def render(text: str) -> str:
@@ -417,6 +423,8 @@ def write_summaries(results: Path) -> None:
         room.write_summary(results / name)
     for folder in sorted({path.parent for path in results.glob("throughput/*/*.json")}):  # of other machines
         throughput.write_summary(folder)
+    for path in results.glob("scaling/*/scaling.json"):  # of other scripts
+        scaling.write_summary(path.parent)
     for path in sorted(results.glob("**/report.json")):
         report.write_summary(path.parent)
 

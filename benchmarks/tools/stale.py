@@ -122,10 +122,10 @@ def sources_of(path: Path, result: dict) -> Iterator[Source]:
         return
     if "search" in result:
         files = [f"scripts/{result['search']['script']}.py"]
-    elif "script" in result or "network" in result:
-        files = twins(result.get("script") or result["network"])
+    elif script := result.get("script") or result.get("network") or result.get("settings", {}).get("script"):
+        files = twins(script)
     else:
-        pairs = {"rollout": FAMILIES.values(), "scaling": ["ppo_ray"]}.get(path.parent.name, ["ppo_env_pool"])
+        pairs = FAMILIES.values() if path.parent.name == "rollout" else ["ppo_env_pool"]
         files = [file for pair in pairs for file in twins(pair)]
     files, clean = files + makers(path, result), not origin["uncommitted_changes"]
     yield Source(name, origin["commit"], origin.get("command"), clean, files, origin.get("changed_until"))
