@@ -45,9 +45,13 @@ from benchmarks.common.results import (
 from benchmarks.throughput import device_use, gpu_speed, leanrl, parity, throughput
 
 FIRST = tuple(TABLE)  # pairs, in this order
-COMPARED = ("compile+cudagraphs", "compile", "cudagraphs", "lean")  # with eager, the most important first
+# With eager: first what can't spoil the process for what follows, as a recording that fails can; then the important
+COMPARED = ("compile", "lean", "compile+cudagraphs", "cudagraphs")
 # Of the ways to run a network those that can be compiled in time
-PATHS = ("eager", "inductor", "inductor/reduce-overhead", "CudaGraphModule", "inductor+CudaGraphModule", "aoti")
+PATHS = ("eager", "inductor", "inductor/reduce-overhead", "CudaGraphModule", "inductor+CudaGraphModule")
+# Those on a device, side by side; not those of what a graph refuses, after which a process is of no use
+CUDA_TESTS = ("tests/test_pairs.py", "tests/test_graphs.py", "tests/test_math.py", "tests/test_atari.py")
+CUDA_TESTS += ("-k", "cuda and not refused_with_its_line")
 NEEDED = ("envpool", "mujoco", "tensorboard")  # by the scripts; what this program imports was looked for before
 
 
@@ -58,6 +62,7 @@ class Options:
     scripts: tuple[str, ...] = ()  # pairs to measure, by the names of their eager twins; by default all
     leanrl: Path | None = None  # folder of LeanRL, to measure its scripts beside ours
     time_limit: float = 525.0  # seconds for everything
+    cache: Path | None = None  # folder for compiled code, to have it in a stage after; by default it is deleted
     memory_gib: float | None = None  # of the host, for all processes; by default what is free when a part starts
     dry_run: bool = False  # the same on a CPU, at toy size, to see that all works
 
@@ -68,7 +73,7 @@ class Plan:
 
     device: str = "cuda"
     compared: tuple[str, ...] = COMPARED
-    tests: tuple[str, ...] = ("tests", "-k", "cuda or graph")  # of pytest
+    tests: tuple[str, ...] = CUDA_TESTS  # of pytest
     variants: tuple[str, ...] = ("eager", "compile+cudagraphs", "compile", "cudagraphs")
     window: float = 1.5  # seconds that a script is awake
     rounds: int = 6  # times that it is, at most
@@ -127,6 +132,7 @@ class Task:
     scripts: list[str]  # the most important first
     leanrl: Path | None
     work: Path  # an empty folder, which is deleted afterwards
+    cache: Path  # of compiled code
     report: Report
     deadline: float  # on the clock of time.perf_counter()
 
@@ -165,12 +171,15 @@ def compare_pairs(task: Task) -> None:
         task.report.write("parity", status, parity_lines(found, task.plan.compared), found)
 
     flags, seconds = ["--device", task.plan.device], task.deadline - time.perf_counter()
-    parity.compare_all(task.scripts, task.plan.compared, flags, seconds, task.work, on_change)
+    parity.compare_all(task.scripts, task.plan.compared, flags, seconds, task.work, task.cache, on_change)
 
 
 def read_tests(output: str) -> dict[str, str]:
     """The outcome of each test in the output of `pytest -v`, however far it came."""
-    return dict(re.findall(r"^(tests/\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b", output, re.MULTILINE))
+    outcomes = "PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS"
+    alone = re.findall(rf"^(tests/\S+::.+?) ({outcomes})\b", output, re.MULTILINE)
+    beside = re.findall(rf"^\[gw\d+\] \[ *\d+%\] ({outcomes}) (tests/\S+::.+?) *$", output, re.MULTILINE)
+    return dict(alone) | {name: outcome for outcome, name in beside}
 
 
 def run_tests(task: Task) -> None:
@@ -178,6 +187,9 @@ def run_tests(task: Task) -> None:
     if find_spec("pytest") is None:
         raise ModuleNotFoundError("pytest is not installed")
     program = [sys.executable, "-m", "pytest", "-v", "--color=no", "-p", "no:cacheprovider", "--tb=line"]
+    jobs = min(len(os.sched_getaffinity(0)) - 2, processes.free_slots(processes.SCRIPT_MEMORY))
+    if find_spec("xdist") is not None and jobs > 1:
+        program += ["-n", str(jobs), "--dist", "worksteal"]
     child = processes.start([*program, "--continue-on-collection-errors", *task.plan.tests], task.work / "output")
     try:
         while child.wait(2) is None and time.perf_counter() < task.deadline:
@@ -222,7 +234,7 @@ def contestants_of(task: Task, script: str) -> dict[str, gpu_speed.Contestant]:
         programs[variant] = [*command(script, variant), *endless_flags(script, task.plan.device), "--run-dir", folder]
     if task.leanrl and (program := leanrl.command(task.leanrl, script, task.work / f"{script}.leanrl")):
         programs["leanrl"] = program
-    settings, contestants = turns.compile_settings(task.work / "cache", len(programs)), {}
+    settings, contestants = turns.compile_settings(task.cache, len(programs)), {}
     for name, program in programs.items():
         folder = task.work / f"{script}.{name}"
         output, log = task.work / f"{script}.{name}.out", folder / "metrics.jsonl"
@@ -288,7 +300,7 @@ def measure_device_use(task: Task) -> None:
     known = {(x["script"], name): y.get("steps_per_second") for x in speeds for name, y in x["contestants"].items()}
 
     def measure(script: str, seconds: float) -> None:
-        limits = task.plan.profile_seconds, seconds, task.work
+        limits = task.plan.profile_seconds, seconds, task.work, task.cache
         uses[script] = device_use.measure(script, task.plan.profiled, task.plan.device, *limits)
         lines = ["## What the device does", "", "![device busy](device_use.png)", "", *device_use.table_of(uses, known)]
         task.report.write("device_use", f"running: {len(uses)} of {len(task.scripts)}", [*lines, ""], uses)
@@ -363,5 +375,6 @@ def main(options: Options) -> None:
             work.mkdir()
             deadline = now + share * (started + options.time_limit - now)
             print(f"{name}: {deadline - now:.0f} s at most", file=sys.stderr)
-            run_part(name, part, Task(plan, scripts, options.leanrl, work, report, deadline))
+            cache = options.cache.resolve() if options.cache else work / "cache"
+            run_part(name, part, Task(plan, scripts, options.leanrl, work, cache, report, deadline))
     print(report.path.read_text())

@@ -63,9 +63,12 @@ def default_type_of(name: str):
         return
     torch.set_default_dtype(torch.float64)
     try:
-        # PyTorch 2.13 loses changes in place of float64 tensors without dimensions when it compiles, but for this
-        with mock.patch("torch.fx.passes._tensorify_python_scalars._is_tensorify_enabled", lambda: False):
-            yield
+        # PyTorch loses changes in place of float64 tensors without dimensions when it compiles, but for this: 2.13 asks
+        # the function, before it there was only the variable
+        switch = "torch.fx.passes._tensorify_python_scalars._is_tensorify_enabled"
+        with mock.patch(switch, lambda: False, create=True):
+            with mock.patch.dict(os.environ, TENSORIFY_PYTHON_SCALARS="0"):
+                yield
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -222,7 +222,7 @@ def test_a_pair_that_fails_leaves_the_others_alone(tmp_path):
         if script == "dqn":
             raise SystemExit("no such file")
 
-    task = gpu.Task(gpu.TOY, [], None, tmp_path, None, time.perf_counter() + 30)
+    task = gpu.Task(gpu.TOY, [], None, tmp_path, tmp_path / "cache", None, time.perf_counter() + 30)
     with pytest.raises(RuntimeError, match=r"^dqn: SystemExit: no such file$"):
         gpu.one_by_one(task, ["ppo", "dqn", "sac"], measure)
     assert [name for name, _ in seen] == ["ppo", "dqn", "sac"]
@@ -252,8 +252,8 @@ def test_pairs_are_compared_until_the_time_is_up(tmp_path, monkeypatch):
         processes, "start",
         lambda command, output, **_: start([sys.executable, "-c", begin + code[command[3]], command[4]], output),
     )  # fmt: skip
-    seen = []
-    parity.compare_all(list(code), ("lean", "compile"), [], 6.0, tmp_path, lambda x: seen.append(copy.deepcopy(x)))
+    seen, folders = [], (tmp_path, tmp_path / "cache")
+    parity.compare_all(list(code), ("lean", "compile"), [], 6.0, *folders, lambda x: seen.append(copy.deepcopy(x)))
     assert seen[0]["hangs"] == {} and len(seen) >= 3
     assert seen[-1]["writes"] == {"lean": {"equal": True}, "compile": {"equal": False}}
     assert (
@@ -267,6 +267,8 @@ def test_outcomes_of_tests_are_read_from_half_an_output():
     lines = ["tests/test_a.py::test_x[cuda-True] PASSED [ 3%]", "tests/test_a.py::test_y SKIPPED (no CUDA)", "tests/te"]
     expected = {"tests/test_a.py::test_x[cuda-True]": "PASSED", "tests/test_a.py::test_y": "SKIPPED"}
     assert gpu.read_tests("\n".join(lines)) == expected
+    lines = ["[gw0] [  3%] PASSED tests/test_a.py::test_x[cuda-True] ", "[gw11] [100%] SKIPPED tests/test_a.py::test_y"]
+    assert gpu.read_tests("\n".join([*lines, "tests/test_a.py::test_z ", "[gw1] [ 4%] PAS"])) == expected
 
 
 # As LeanRL's scripts are: they step a vector environment, and report to Weights & Biases once they have compiled
@@ -289,7 +291,7 @@ for step in range(10**9):
 def test_leanrl_is_measured_beside_ours(tmp_path):
     (tmp_path / "lean" / "leanrl").mkdir(parents=True)
     (tmp_path / "lean" / "leanrl" / "dqn_torchcompile.py").write_text(LEANRL)
-    task = gpu.Task(gpu.TOY, ["dqn"], tmp_path / "lean", tmp_path, None, time.perf_counter() + 30)
+    task = gpu.Task(gpu.TOY, ["dqn"], tmp_path / "lean", tmp_path, tmp_path / "cache", None, time.perf_counter() + 30)
     assert "leanrl" not in gpu.contestants_of(task, "ppo")
     one = gpu.contestants_of(task, "dqn")["leanrl"]
     results = []

@@ -99,6 +99,9 @@ def test_calls_that_do_not_fit_the_recording_are_refused(graph, device):
         graph(lambda: None, warmup=0)
 
 
+FAILS_ANYWAY = ("x.detach().numpy()", "x + torch.from_numpy(np.ones(3))", "torch.equal(x, x)")
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -121,6 +124,8 @@ def test_calls_that_do_not_fit_the_recording_are_refused(graph, device):
 def test_what_a_graph_cannot_hold_is_refused_with_its_line(tmp_path, graph, device, line):
     path = tmp_path / "function.py"
     path.write_text(f"import torch, numpy as np\n\ndef function(x):\n    y = x * 2\n    return {line}\n")
+    if device == "cuda" and line in FAILS_ANYWAY:
+        pytest.skip("on CUDA that fails, or is answered without the device, before there is a graph")
     names = {}
     exec(compile(path.read_text(), path, "exec"), names)
     replayed, x = graph(names["function"], warmup=2), torch.ones(3, device=device)

@@ -162,7 +162,8 @@ def run_cases(
             for j, case in enumerate(cases[i : i + slots]):
                 rows, output, cache = (Path(folder, f"{j}.{kind}") for kind in ("jsonl", "out", "cache"))
                 command = [sys.executable, "-m", module, json.dumps(case | {"rows": str(rows)})]
-                settings = compile_settings(cache, jobs) | dict.fromkeys(THREADS, str(case["threads"]))
+                settings = compile_settings(cache, min(jobs, slots, len(cases)))
+                settings |= dict.fromkeys(THREADS, str(case["threads"]))
                 own[Contestant(command, output, settings)] = case, rows
 
             def on_turn(contestant: Contestant, own: dict = own) -> None:

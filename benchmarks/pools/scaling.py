@@ -163,7 +163,8 @@ def extrapolate(settings: dict, sizes: list[dict], runners: int = 1000) -> str:
 
     nodes, cost = largest["nodes"], largest["learner_seconds_per_step"] * 1e6
     return (
-        f"With {nodes} nodes, the most that had {LINEAR:.0%} of linear, one learner took {cost:.2f} us a step, so it could take {rates(most)}: those of "
+        f"With {nodes} nodes, the most that had {LINEAR:.0%} of linear, one learner took {cost:.2f} us a step, so it "
+        f"could take {rates(most)}: those of "
         f"{math.floor(most / each):,} such runners. {runners:,} runners would bring {rates(runners * each)}, "
         f"{runners * each / most:.0%} of what one learner can take. Assumed: runners as fast as with {nodes} nodes, "
         f"rows of {ROW_BYTES} bytes, one pass over each batch; more passes cost so many times more. Beyond that, "

@@ -127,14 +127,16 @@ def measure(
     seconds: float,
     time_limit: float,
     folder: Path,
+    cache: Path,
     more: list[str] | None = None,
 ) -> dict[str, dict]:
     """For each variant of a script what `summarize` gives, or why there is nothing; each is profiled alone.
 
-    `folder` is for what is of no use afterwards; `more` are flags for all variants, as of an environment.
+    `folder` is for what is of no use afterwards, `cache` for compiled code; `more` are flags for all variants,
+    as of an environment.
     """
     jobs = max(1, min(len(variants), processes.free_slots(processes.SCRIPT_MEMORY)))
-    settings, contestants = turns.compile_settings(folder / "cache", jobs), {}
+    settings, contestants = turns.compile_settings(cache, jobs), {}
     for variant in variants:
         _, path, *own = command(script, variant)
         run, file = folder / f"{script}.{variant}", folder / f"{script}.{variant}.json"

@@ -87,14 +87,19 @@ def measure(
     seconds: float,
     on_change: Callable[[dict], None],
 ) -> None:
-    """Measure the contestants of a pair within so many seconds; `on_change` gets the result so far after each turn.
+    """Measure the contestants of a pair within so many seconds; `on_change` gets the result so far after each round.
 
-    What memory is not enough for at once is measured in a second group.
+    What memory is not enough for at once is measured in a second group. Intervals take as long as a turn, in which all
+    are frozen, so they are not made after each one.
     """
     slots, everyone = processes.free_slots(processes.SCRIPT_MEMORY), list(contestants.values())
     share = seconds * min(1.0, slots / len(everyone))
     for i in range(0, len(everyone), slots):
         group = everyone[i : i + slots]
-        turns.take_turns(
-            group, len(group), share, share, lambda _: on_change(result_of(script, contestants, device)), rounds
-        )
+
+        def on_turn(contestant: Contestant, group: list[Contestant] = group) -> None:
+            if contestant is next((x for x in group if not x.error), contestant):
+                on_change(result_of(script, contestants, device))
+
+        turns.take_turns(group, len(group), share, share, on_turn, rounds)
+        on_change(result_of(script, contestants, device))

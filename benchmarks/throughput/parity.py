@@ -61,6 +61,8 @@ def train(script: str, variant: str, folder: Path, flags: list[str]) -> tuple[li
 def train_module(module: ModuleType, folder: Path, flags: list[str]) -> tuple[list[dict], torch.Tensor]:
     """The same of a script that is loaded."""
     settings = {"seed": 2, "run_dir": folder, **fifty_updates(module.Args)}
+    if "matmul_precision" in module.Args.__dataclass_fields__:
+        settings["matmul_precision"] = "highest"  # by default it is TF32 on CUDA, in which the third digit differs
     given = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     module.train(tyro.cli(module.Args, args=["--no-tensorboard", *given, *flags]))
     lines, _ = runs.read_lines(folder / "metrics.jsonl")
@@ -110,6 +112,7 @@ def compare_all(
     flags: list[str],
     time_limit: float,
     folder: Path,
+    cache: Path,
     on_change: Callable[[dict[str, dict[str, dict]]], None],
 ) -> None:
     """Compare the variants of many pairs within so many seconds, a process for each pair, some side by side.
@@ -118,7 +121,7 @@ def compare_all(
     """
     deadline, cores = time.perf_counter() + time_limit, len(os.sched_getaffinity(0))
     jobs = min(len(scripts), max(1, cores // 2), processes.free_slots(processes.SCRIPT_MEMORY))
-    settings, waiting, running = turns.compile_settings(folder / "cache", jobs), list(scripts), {}
+    settings, waiting, running = turns.compile_settings(cache, jobs), list(scripts), {}
     found, reasons = {script: {} for script in scripts}, dict.fromkeys(scripts, "no time left")
     try:
         while (waiting or running) and time.perf_counter() < deadline:

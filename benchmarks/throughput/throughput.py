@@ -218,7 +218,7 @@ def measure_device_use(script: str, contestants: dict[str, dict], options: Optio
     variants, more = tuple(name for name in contestants if name in VARIANTS), shlex.split(options.flags)
     with tempfile.TemporaryDirectory() as folder:
         limits = options.window, options.timeout
-        return device_use.measure(script, variants, "cuda", *limits, Path(folder), more)
+        return device_use.measure(script, variants, "cuda", *limits, Path(folder), Path(folder, "cache"), more)
 
 
 def names_of(script: str, options: Options) -> list[str]:
