@@ -157,7 +157,8 @@ def parity_lines(found: dict[str, dict[str, dict]], compared: tuple[str, ...]) -
         return f"{'yes' if own['equal'] else 'NO'} ({max(own['metrics'], own['weights']):.0e})"
 
     rows = [[f"`{script}`", *(cell(own.get(name)) for name in compared)] for script, own in found.items()]
-    text = f"Largest relative deviation of a metric or of the weights; up to {parity.TOLERANCE:g} they are equal."
+    text = "Largest relative deviation of a metric or of the weights. They are equal up to "
+    text += f"{parity.TOLERANCE:g}, or to {parity.NOISE} times that of an eager run whose gradients are a rounding off."
     header = ["computes what eager does", *map(plots.label, compared)]
     return ["## After fifty updates", "", text, "", *table(header, rows), ""]
 

@@ -121,10 +121,7 @@ class Args:
         """A2C asks each runner for one gradient, and waits for all."""
         return "batched" if self.sync_gradients else "first"
 
-    @property
-    def sync_envs(self) -> bool:
-        """As `Envs` asks for it."""
-        return not self.async_envs
+    sync_envs = property(lambda args: not args.async_envs)  # as `Envs` asks for it
 
 
 METRICS = "losses/policy_loss", "losses/value_loss", "losses/entropy"
@@ -148,8 +145,9 @@ def mlp(inputs: int, outputs: int, output_gain: float) -> nn.Sequential:
 
 def space_to_depth(frames: Tensor) -> Tensor:
     """Make one pixel of 16 channels from each block of 4 x 4 pixels: (B, F, 84, 84) -> (B, 21, 21, 16 * F)."""
-    lines = frames.view(torch.int32).view(len(frames), -1, 21, 4, 21)  # four bytes at a time
-    return lines.permute(0, 2, 4, 1, 3).contiguous().view(torch.uint8).flatten(3)
+    unit = torch.uint8 if torch.compiler.is_compiling() else torch.int32  # PyTorch 2.11 can't compile the latter
+    lines = frames.view(unit).view(len(frames), -1, 21, 4, 21, 4 // unit.itemsize)  # of int32, 4 bytes at a time
+    return lines.permute(0, 2, 4, 1, 3, 5).contiguous().view(torch.uint8).flatten(3)
 
 
 class Frames(nn.Module):

@@ -133,10 +133,7 @@ class Args:
         """A shard of the replay takes a core, as another learner does elsewhere."""
         return 1 + self.replay_shards * bool(self.num_runners)
 
-    @property
-    def sync_envs(self) -> bool:
-        """As `Envs` asks for it."""
-        return not self.async_envs
+    sync_envs = property(lambda args: not args.async_envs)  # as `Envs` asks for it
 
 
 METRICS = "losses/td_loss", "losses/q_values", "losses/td_error"
@@ -148,8 +145,9 @@ CHANGEABLE = "learning_rate", "gamma", "target_network_frequency", "batch_size",
 
 def space_to_depth(frames: Tensor) -> Tensor:
     """Make one pixel of 16 channels from each block of 4 x 4 pixels: (B, F, 84, 84) -> (B, 21, 21, 16 * F)."""
-    lines = frames.view(torch.int32).view(len(frames), -1, 21, 4, 21)  # four bytes at a time
-    return lines.permute(0, 2, 4, 1, 3).contiguous().view(torch.uint8).flatten(3)
+    unit = torch.uint8 if torch.compiler.is_compiling() else torch.int32  # PyTorch 2.11 can't compile the latter
+    lines = frames.view(unit).view(len(frames), -1, 21, 4, 21, 4 // unit.itemsize)  # of int32, 4 bytes at a time
+    return lines.permute(0, 2, 4, 1, 3, 5).contiguous().view(torch.uint8).flatten(3)
 
 
 class Convolutions(nn.Module):
@@ -394,7 +392,7 @@ def train(args: Args) -> Path:
             replay.write_back(error)
             run.num_updates, owed = run.num_updates + 1, owed - 1
             if run.num_updates % args.target_network_frequency == 0:
-                move_towards(target_network, network)
+                move_towards(list(target_network.parameters()), optimizer.weights)
         owed %= 1  # what shards that died can't give is not made up for
         runners.publish(run.num_updates, get_weights(network))
 
@@ -454,10 +452,9 @@ def free_memory(device: torch.device) -> float:
 
 
 @torch.no_grad()
-def move_towards(target: nn.Module, online: nn.Module, tau: float | Tensor = 1.0) -> None:
-    """Each parameter of `target` becomes (1 - tau) times itself plus tau times that of `online`: for tau = 1 a copy."""
-    targets, onlines = list(target.parameters()), list(online.parameters())
-    torch._foreach_lerp_(targets, onlines, [tau] * len(targets) if isinstance(tau, Tensor) else tau)
+def move_towards(targets: list[Tensor], weights: list[Tensor], tau: float | Tensor = 1.0) -> None:
+    """Each of `targets` becomes (1 - tau) times itself plus tau times the weight beside it: for tau = 1 a copy."""
+    torch._foreach_lerp_(targets, weights, [tau] * len(targets) if isinstance(tau, Tensor) else tau)
 
 
 class Adam(nn.Module):

@@ -199,7 +199,7 @@ def train(args: Args) -> Path:
             if run.step > first_update:
                 losses = update()
             if run.num_updates % steps_per_move == 0:
-                move_towards(target_network, network, args.tau)
+                move_towards(list(target_network.parameters()), optimizer.weights, args.tau)
         if actor is not network and run.step > first_update:
             actor.load_state_dict(network.state_dict())
 
@@ -276,10 +276,9 @@ class ReplayBuffer(nn.Module):
 
 
 @torch.no_grad()
-def move_towards(target: nn.Module, online: nn.Module, tau: float | Tensor = 1.0) -> None:
-    """Each parameter of `target` becomes (1 - tau) times itself plus tau times that of `online`: for tau = 1 a copy."""
-    targets, onlines = list(target.parameters()), list(online.parameters())
-    torch._foreach_lerp_(targets, onlines, [tau] * len(targets) if isinstance(tau, Tensor) else tau)
+def move_towards(targets: list[Tensor], weights: list[Tensor], tau: float | Tensor = 1.0) -> None:
+    """Each of `targets` becomes (1 - tau) times itself plus tau times the weight beside it: for tau = 1 a copy."""
+    torch._foreach_lerp_(targets, weights, [tau] * len(targets) if isinstance(tau, Tensor) else tau)
 
 
 class Adam(nn.Module):

@@ -111,8 +111,9 @@ CHANGEABLE = "learning_rate", "gamma", "gae_lambda", "update_epochs", "clip_coef
 
 def space_to_depth(frames: Tensor) -> Tensor:
     """Make one pixel of 16 channels from each block of 4 x 4 pixels: (B, F, 84, 84) -> (B, 21, 21, 16 * F)."""
-    lines = frames.view(torch.int32).view(len(frames), -1, 21, 4, 21)  # four bytes at a time
-    return lines.permute(0, 2, 4, 1, 3).contiguous().view(torch.uint8).flatten(3)
+    unit = torch.uint8 if torch.compiler.is_compiling() else torch.int32  # PyTorch 2.11 can't compile the latter
+    lines = frames.view(unit).view(len(frames), -1, 21, 4, 21, 4 // unit.itemsize)  # of int32, 4 bytes at a time
+    return lines.permute(0, 2, 4, 1, 3, 5).contiguous().view(torch.uint8).flatten(3)
 
 
 def push_frame(stack: Tensor, frame: Tensor, is_first: Tensor) -> Tensor:

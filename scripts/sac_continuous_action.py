@@ -207,7 +207,7 @@ def train(args: Args) -> Path:
 
     target_critics = deepcopy(critics)
     actor_optimizer, critic_optimizer = Adam(actor, args.policy_lr), Adam(critics, args.q_lr)
-    alpha_optimizer = Adam(temperature, args.q_lr)
+    alpha_optimizer, target_weights = Adam(temperature, args.q_lr), list(target_critics.parameters())
     buffer = ReplayBuffer(args.buffer_size, envs.obs_dim, action_dim, device)
 
     @torch.no_grad()
@@ -227,7 +227,7 @@ def train(args: Args) -> Path:
         critic_optimizer.step(torch.autograd.grad(critic_losses.sum(), critic_optimizer.weights))
         # The targets follow; whether it is their turn is a tensor, so that a graph reads it anew
         is_due = critic_optimizer.steps % args.target_network_frequency == 0
-        move_towards(target_critics, critics, args.tau * is_due)
+        move_towards(target_weights, critic_optimizer.weights, args.tau * is_due)
         return obs, *q.detach().mean(1), *critic_losses.detach(), critic_losses.detach().mean()
 
     def step_actor(obs: Tensor) -> tuple[Tensor, ...]:
@@ -367,10 +367,9 @@ class ReplayBuffer(nn.Module):
 
 
 @torch.no_grad()
-def move_towards(target: nn.Module, online: nn.Module, tau: float | Tensor = 1.0) -> None:
-    """Each parameter of `target` becomes (1 - tau) times itself plus tau times that of `online`: for tau = 1 a copy."""
-    targets, onlines = list(target.parameters()), list(online.parameters())
-    torch._foreach_lerp_(targets, onlines, [tau] * len(targets) if isinstance(tau, Tensor) else tau)
+def move_towards(targets: list[Tensor], weights: list[Tensor], tau: float | Tensor = 1.0) -> None:
+    """Each of `targets` becomes (1 - tau) times itself plus tau times the weight beside it: for tau = 1 a copy."""
+    torch._foreach_lerp_(targets, weights, [tau] * len(targets) if isinstance(tau, Tensor) else tau)
 
 
 class Courier:

@@ -180,6 +180,7 @@ def train(args: Args) -> Path:
         return torch.stack([critic(obs, action) for critic in critics])
 
     target_actor, target_critics = deepcopy(actor), deepcopy(critics)
+    target_weights = [*target_actor.parameters(), *target_critics.parameters()]
     actor_optimizer, critic_optimizer = Adam(actor, args.learning_rate), Adam(critics, args.learning_rate)
     buffer = ReplayBuffer(args.buffer_size, envs.obs_dim, action_dim, device)
 
@@ -204,8 +205,7 @@ def train(args: Args) -> Path:
         """One step up the first critic's value of the actor's actions, then one of all targets to their networks."""
         actor_loss = -q_values(critics[:1], obs, actor(obs)).mean()
         actor_optimizer.step(torch.autograd.grad(actor_loss, actor_optimizer.weights))
-        move_towards(target_actor, actor, args.tau)
-        move_towards(target_critics, critics, args.tau)
+        move_towards(target_weights, actor_optimizer.weights + critic_optimizer.weights, args.tau)
         return actor_loss.detach()
 
     def update_critics() -> None:
@@ -324,10 +324,9 @@ class ReplayBuffer(nn.Module):
 
 
 @torch.no_grad()
-def move_towards(target: nn.Module, online: nn.Module, tau: float | Tensor = 1.0) -> None:
-    """Each parameter of `target` becomes (1 - tau) times itself plus tau times that of `online`: for tau = 1 a copy."""
-    targets, onlines = list(target.parameters()), list(online.parameters())
-    torch._foreach_lerp_(targets, onlines, [tau] * len(targets) if isinstance(tau, Tensor) else tau)
+def move_towards(targets: list[Tensor], weights: list[Tensor], tau: float | Tensor = 1.0) -> None:
+    """Each of `targets` becomes (1 - tau) times itself plus tau times the weight beside it: for tau = 1 a copy."""
+    torch._foreach_lerp_(targets, weights, [tau] * len(targets) if isinstance(tau, Tensor) else tau)
 
 
 class Courier:

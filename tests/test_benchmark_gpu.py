@@ -342,10 +342,13 @@ def test_parity_sees_a_difference():
     weights = torch.ones(4)
     reference = (lines, weights)
     assert parity.deviations(([lines[0] | {"seconds": 9.0, "charts/SPS": 1.0}], weights), reference)["equal"]
-    for other in ({"losses/a": 1.01}, {"losses/b": 1e-4}, {"global_step": 11}):
+    for other in ({"losses/a": 1.01}, {"losses/b": 1e-3}, {"global_step": 11}):
         found = parity.deviations(([lines[0] | other], weights), reference)
         assert not found["equal"] and found["worst_metric"] == next(iter(other))
     assert not parity.deviations((lines, weights + torch.tensor([0.0, 0.0, 0.0, 0.1])), reference)["equal"]
+    apart = ([lines[0] | {"losses/a": 1.01}], weights)
+    assert parity.deviations(apart, reference, 2e-3)["equal"]
+    assert not parity.deviations(apart, reference, 5e-4)["equal"]
     for broken in ([], lines * 2, [{"global_step": 10}]):
         assert not parity.deviations((broken, weights), reference)["equal"]
 

@@ -317,8 +317,8 @@ def number_of_python(script, patch):
 def new_memory(script, patch):
     """Target networks get new tensors, while the graph goes on to read the old ones."""
 
-    def move(target, online, *_tau):
-        for a, b in zip(target.parameters(), online.parameters(), strict=True):
+    def move(targets, weights, *_tau):
+        for a, b in zip(targets, weights, strict=True):
             a.data = b.detach().clone()
 
     patch.setattr(script, "move_towards", move)

@@ -257,7 +257,7 @@ def test_move_towards_is_a_weighted_mean():
     script, target, online = defining("move_towards"), network(), network()
     expected = [0.9 * a + 0.1 * b for a, b in zip(target.parameters(), online.parameters(), strict=True)]
     before = deepcopy(online.state_dict())
-    script.move_towards(target, online, 0.1)
+    script.move_towards(list(target.parameters()), list(online.parameters()), 0.1)
     for a, b in zip(target.parameters(), expected, strict=True):
         torch.testing.assert_close(a, b)
     for name, weight in online.state_dict().items():
