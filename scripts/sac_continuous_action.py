@@ -441,9 +441,9 @@ class Adam(nn.Module):
         self.weights, self.eps, self.betas = list(module.parameters()), eps, betas
         self.sizes = [w.numel() for w in self.weights]
         zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
-        self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate))
+        self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate, dtype=torch.float))
         self.register_buffer("first_learning_rate", self.learning_rate.clone())
-        self.register_buffer("steps", torch.zeros_like(zeros[0]))
+        self.register_buffer("steps", torch.zeros_like(zeros[0], dtype=torch.float))  # CUDA's kernel reads both so
         self.register_buffer("beta_powers", torch.ones(2, device=zeros.device))  # each beta to the power of `steps`
         self.register_buffer("beta_factors", zeros.new_tensor(betas), persistent=False)
         self.register_buffer("exp_avg", zeros.clone())

@@ -122,7 +122,7 @@ class Outcome(NamedTuple):
 
 def outcome(run_dir: Path) -> Outcome:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return Outcome(run_dir, lines, torch.load(run_dir / "checkpoint.pt", weights_only=True))
+    return Outcome(run_dir, lines, torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True))
 
 
 def adam_steps(state: dict) -> int:

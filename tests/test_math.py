@@ -163,7 +163,7 @@ def test_adam_is_that_of_torch(max_norm, compiled):
         adam.learning_rate.fill_(learning_rate)
         gradients = torch.autograd.grad(size * ours(x).square().mean(), list(ours.parameters()))
         step(defining("clip").clip(gradients, max_norm) if max_norm < math.inf else gradients)
-        reference.param_groups[0]["lr"] = learning_rate
+        reference.param_groups[0]["lr"] = adam.learning_rate.item()  # rounded to float32
         reference.zero_grad()
         (size * theirs(x).square().mean()).backward()
         clipped.append(bool(nn.utils.clip_grad_norm_(theirs.parameters(), max_norm) > max_norm))
@@ -171,6 +171,7 @@ def test_adam_is_that_of_torch(max_norm, compiled):
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=rtol, atol=rtol / 1000)
     assert set(clipped) == ({False} if max_norm == math.inf else {False, True})
+    assert adam.learning_rate.dtype == adam.steps.dtype == torch.float  # as CUDA's kernel reads them
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
