@@ -19,6 +19,7 @@ usage: ./run.sh COMMAND [FLAGS]
                         --peers sb3 sbx rllib to measure Stable-Baselines3, SBX and RLlib beside them
   time-to-score [FLAGS] measure how long each takes to a good policy, compiling included; --tasks, --variants, --peers
   speedrun PAIR ENV     measure how long settings of one's own take to it, for the board; --score, --flags="...", --name
+  backends [FLAGS]      measure which way to step environments is fastest, and whether the scripts choose it; --env-ids
   ladder [FLAGS]        measure what each trick gives, from the loop that everybody writes to the compiled script
   inference [FLAGS]     measure how fast each network acts, by each way to run it; --networks, --paths, --batch-sizes
   rollout [FLAGS]       measure how fast environments are sampled, the policy compiled or not; --compile-actor
@@ -88,7 +89,7 @@ case $command in
     install requirements
     case " $* " in *_ray* | *" --ray-address"* | *" --ray_address"*) install requirements-ray ;; esac
     ;;
-  env-pools | speedrun | time-to-score) install requirements-benchmark ;;
+  backends | env-pools | speedrun | time-to-score) install requirements-benchmark ;;
   tune) install requirements-tune ;;
   scaling)
     install requirements-benchmark

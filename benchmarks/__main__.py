@@ -11,6 +11,7 @@ import sys
 from benchmarks.common.programs import check_known, fail
 
 COMMANDS = {
+    "backends": "benchmarks.throughput.backends",
     "demo": "benchmarks.tools.demo",
     "diff": "benchmarks.tools.diff",
     "env-pools": "benchmarks.pools.env_pools",

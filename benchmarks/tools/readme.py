@@ -21,7 +21,7 @@ from benchmarks.common.results import commit_of, estimate, machine_of, table
 from benchmarks.learning import report, speedrun, time_to_score, tune
 from benchmarks.pools import env_pools, scaling
 from benchmarks.pools.env_pools import milliseconds, named
-from benchmarks.throughput import ladder, throughput
+from benchmarks.throughput import backends, ladder, throughput
 
 TABLES, RESULTS = ROOT / "RESULTS.md", ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- results: made by benchmarks/tools/readme.py -->", "<!-- end of results -->"
@@ -173,6 +173,14 @@ def ladder_section() -> list[str]:
     lines = ["From the loop that everybody writes to the compiled script, one trick after the other:", ""]
     lines += ["![steps per second of each rung](benchmarks/results/ladder/ladder.png)", ""]
     return [*lines, *(line for result in results for line in ladder.section(result)), *sources(results), ""]
+
+
+def backend_section() -> list[str]:
+    """The table of the ways to step environments."""
+    if not (results := load("backends/*.json")):
+        return []
+    lines = [*backends.rows(results), "", backends.verdict(results)]
+    return [*lines, "[How it was measured](benchmarks/results/backends/backends.md).", *sources(results), ""]
 
 
 def gpu_section() -> list[str]:
@@ -362,9 +370,10 @@ def render(text: str) -> str:
 # Chapters of RESULTS.md; one without results is left out
 SECTIONS = {
     "Steps per second": speed_section, "On a GPU": gpu_section, "Time to a score": score_section,
-    "What each trick gives": ladder_section, "Returns": learning_section, "Searches for settings": search_section,
-    "Ways to act": inference_section, "Sampling with a compiled policy": rollout_section,
-    "Pools of slow environments": pool_section, "Many machines": scaling_section,
+    "What each trick gives": ladder_section, "Ways to step environments": backend_section,
+    "Returns": learning_section, "Searches for settings": search_section, "Ways to act": inference_section,
+    "Sampling with a compiled policy": rollout_section, "Pools of slow environments": pool_section,
+    "Many machines": scaling_section,
 }  # fmt: skip
 
 
@@ -419,6 +428,7 @@ def write_summaries(results: Path) -> None:
     draw_overview(results)
     rooms = {"throughput": throughput, "inference": inference, "rollout": rollout, "env_pools": env_pools}
     rooms |= {"time_to_score": time_to_score, "speedrun": speedrun, "ladder": ladder, "scaling": scaling}
+    rooms |= {"backends": backends}
     for name, room in rooms.items():
         room.write_summary(results / name)
     for folder in sorted({path.parent for path in results.glob("throughput/*/*.json")}):  # of other machines

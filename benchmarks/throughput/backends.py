@@ -1,0 +1,174 @@
+"""Which way to step environments is fastest for the whole loop, and whether the scripts choose it: ./run.sh backends.
+
+The same eager script learns from the same environments, stepped in its process, by EnvPool's threads or in worker
+processes; Atari by halves that take turns or all at once. Ways are measured as `throughput` measures variants: in
+rounds of fresh processes, in one order and in the next round in the other. A rollout has the same number of steps
+however many environments there are, so that learning costs a step the same.
+
+Measures: steady environment steps/s by each way, and how far the way that a script takes by default is from the best.
+Takes: at the defaults about 40 minutes.
+Leaves: in --out one JSON file for each environment and, of all that lie there, backends.md.
+"""
+
+import importlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from benchmarks.common.programs import SCRIPTS, check_known, check_positive, command, load_script
+from benchmarks.common.results import Target, describe, estimate, machine_of, make_folder, provenance, stoppable, table
+from benchmarks.throughput import throughput
+
+INTRODUCTION = """
+Steady steps/s of the whole loop, eager, by the way in which environments are stepped. By default a script takes the way
+that is named here; "of the best" is its speed beside that of the fastest way, which it may be itself.
+""".strip()
+PROCESS, THREADS, WORKERS = "in the process", "EnvPool", "worker processes"
+TURNS, ALL = "EnvPool, halves in turn", "EnvPool, all at once"
+WAYS = {
+    PROCESS: ("--env-backend", "gymnasium", "--sync-envs"),
+    THREADS: ("--env-backend", "envpool"),
+    WORKERS: ("--env-backend", "gymnasium"),
+    TURNS: ("--async-envs",),
+    ALL: ("--no-async-envs",),
+}
+TARGET = 0.95  # of the best way's speed, which the default is to have
+
+
+@dataclass(frozen=True)
+class Task:
+    """An environment, the script that learns it, and the steps of a rollout of all its environments."""
+
+    script: str
+    rollout: int = 512
+    ways: tuple[str, ...] = (PROCESS, THREADS, WORKERS)
+    num_envs: tuple[int, ...] = (1, 4, 16)
+
+
+TASKS = {
+    "CartPole-v1": Task("ppo"),
+    "Acrobot-v1": Task("ppo"),
+    "LunarLander-v3": Task("ppo"),
+    "benchmarks.pools.sleeping:SlowCartPole-v0": Task("ppo", ways=(PROCESS, WORKERS)),
+    "HalfCheetah-v4": Task("ppo_continuous_action", rollout=2048),
+    "Breakout-v5": Task("ppo_atari_envpool", ways=(TURNS, ALL), num_envs=(4, 16)),
+}
+
+
+@dataclass
+class Options:
+    env_ids: tuple[str, ...] = ()  # environments to measure; by default all
+    rounds: int = 3  # times that each is started
+    seconds: float = 10.0  # steady seconds of each run
+    timeout: float = 300.0  # seconds after which a run is ended, steady or not
+    out: Path = Path("runs/backends")  # folder of the results; those of RESULTS.md: benchmarks/results/backends
+
+
+def default_way(env_id: str, num_envs: int) -> str:
+    """The way that the script takes by itself."""
+    task = TASKS[env_id]
+    module = load_script(SCRIPTS / f"{task.script}.py")
+    args = module.Args(env_id=env_id, num_envs=num_envs)
+    if TURNS in task.ways:
+        return TURNS if args.async_envs else ALL
+    in_process = module.runs_in_process(args, num_envs)
+    if module.choose_backend(env_id, args.env_backend, in_process) == "envpool":
+        return THREADS
+    return PROCESS if in_process else WORKERS
+
+
+def ways_of(env_id: str, num_envs: int) -> list[str]:
+    """The ways to step so many environments; a single one needs no worker."""
+    return [way for way in TASKS[env_id].ways if num_envs > 1 or way != WORKERS]
+
+
+def measure(env_id: str, num_envs: int, options: Options, bar: tqdm) -> dict:
+    """All rounds of so many environments, stepped by each way."""
+    task, ways = TASKS[env_id], ways_of(env_id, num_envs)
+    limits = {"seconds": options.seconds, "window": min(2.0, options.seconds / 4), "timeout": options.timeout}
+    settings, results = throughput.Options(rounds=options.rounds, **limits), {way: [] for way in ways}
+    sizes = ["--env-id", env_id, "--num-envs", str(num_envs), "--num-steps", str(task.rollout // num_envs)]
+    for turn in range(options.rounds):
+        for way in ways[:: 1 if turn % 2 == 0 else -1]:
+            bar.set_postfix_str(f"{num_envs} x {env_id}: {way}, round {turn + 1}")
+            program = [*command(task.script, "eager"), *sizes, *WAYS[way], "--seed", str(turn + 1)]
+            endless = ("--total-timesteps", str(10**9), "--no-tensorboard")
+            measured, _ = throughput.measure(program, settings, endless)
+            results[way].append(measured)
+            bar.update()
+    contestants = {way: throughput.summarize(own) for way, own in results.items()}
+    known = {way: own["steps_per_second"] for way, own in contestants.items() if "steps_per_second" in own}
+    found = {"num_envs": num_envs, "default": default_way(env_id, num_envs), "contestants": contestants}
+    if found["default"] in known:
+        found["of_best"] = throughput.ratio(contestants, found["default"], max(known, key=known.get))
+    return found
+
+
+def cells(env_id: str, found: dict) -> list[str]:
+    """A row: the environment, how many, the speed by each way, the default and its share of the best."""
+    row = [env_id.rpartition(":")[2], str(found["num_envs"])]
+    for way in WAYS:
+        own = found["contestants"].get(way)
+        speed = "-" if own is None else "failed"
+        if own and "steps_per_second" in own:
+            speed = estimate(own["steps_per_second"], own["quartiles"], ",.0f")
+        row.append(speed)
+    best = found.get("of_best")
+    if best is None:
+        return [*row, found["default"], "-"]
+    share = "is the best" if best["of"] == best["to"] else estimate(best["ratio"], best["interval"], ".2f")
+    return [*row, found["default"], share]
+
+
+def rows(results: list[dict]) -> list[str]:
+    """The table of all results."""
+    header = [f"steps/s [quartiles], {machine_of(results[0]['provenance'])}", "environments", *WAYS]
+    header += ["by default", "of the best [95 %]"]
+    return table(header, [cells(result["env_id"], found) for result in results for found in result["rows"]])
+
+
+def verdict(results: list[dict]) -> str:
+    """In how many rows the default is as fast as it should be, as far as that can be told."""
+    found = [row["of_best"] for result in results for row in result["rows"] if "of_best" in row]
+    good = sum(x["ratio"] >= TARGET for x in found)
+    open_ = sum(x["ratio"] < TARGET <= x["interval"][1] for x in found)
+    return f"Within 5 % of the best: {good} of {len(found)}; of the others, {open_} may be, by their intervals."
+
+
+def write_summary(out: Path) -> str:
+    """Make `backends.md` of all results in a folder; returns the Markdown."""
+    results = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+    if not results:
+        return ""
+    lines = ["# Ways to step environments", "", INTRODUCTION, "", *rows(results), "", verdict(results), ""]
+    lines += [f"{result['env_id']}: measured {describe(result['provenance'])}\n" for result in results]
+    text = "\n".join(lines)
+    (out / "backends.md").write_text(text)
+    return text
+
+
+def check(options: Options) -> tuple[str, ...]:
+    """Refuse what can't work; returns the environments to measure."""
+    check_known("environment", options.env_ids, list(TASKS))
+    check_positive(options, "rounds", "seconds", "timeout")
+    make_folder(options.out)
+    importlib.import_module("benchmarks.pools.sleeping")  # registers its environments
+    return options.env_ids or tuple(TASKS)
+
+
+def main(options: Options) -> None:
+    env_ids = check(options)
+    counts = {env_id: TASKS[env_id].num_envs for env_id in env_ids}
+    total = options.rounds * sum(len(ways_of(env_id, n)) for env_id, own in counts.items() for n in own)
+    targets = {env_id: Target(options.out / f"{env_id.rpartition(':')[2]}.json") for env_id in env_ids}
+    kept = f"the environments that were finished before lie in {options.out}"
+    with stoppable(kept), tqdm(total=total, unit="run") as bar:
+        for env_id, target in targets.items():
+            found = [measure(env_id, num_envs, options, bar) for num_envs in counts[env_id]]
+            own = {"script": TASKS[env_id].script, "env_id": env_id, "rounds": options.rounds, "rows": found}
+            target.write(own | {"provenance": provenance()})
+            text = write_summary(options.out)
+    print(text)
+    print(f"written to {options.out}")

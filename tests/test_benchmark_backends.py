@@ -1,0 +1,80 @@
+"""Ways to step environments: which there are, which one a script takes by itself, and how far from the best it is."""
+
+import json
+
+import pytest
+from benchmark_helpers import refusal
+
+from benchmarks.throughput import backends
+from benchmarks.throughput.backends import ALL, PROCESS, TASKS, THREADS, TURNS, WORKERS
+
+
+@pytest.mark.parametrize(
+    ("env_id", "num_envs", "way"),
+    [
+        ("CartPole-v1", 4, PROCESS),
+        ("CartPole-v1", 16, THREADS),
+        ("HalfCheetah-v4", 1, PROCESS),
+        ("HalfCheetah-v4", 4, THREADS),
+        ("benchmarks.pools.sleeping:SlowCartPole-v0", 1, PROCESS),
+        ("benchmarks.pools.sleeping:SlowCartPole-v0", 4, WORKERS),
+        ("Breakout-v5", 4, TURNS),
+    ],
+)
+def test_the_default_is_what_the_script_takes(env_id, num_envs, way):
+    assert backends.default_way(env_id, num_envs) == way
+
+
+def test_a_default_is_among_the_ways_that_are_measured():
+    for env_id, task in TASKS.items():
+        assert task.rollout % max(task.num_envs) == 0
+        for num_envs in task.num_envs:
+            assert backends.default_way(env_id, num_envs) in backends.ways_of(env_id, num_envs)
+
+
+def test_command(monkeypatch, tmp_path, capsys):
+    """Rounds in both orders, rollouts of one size, and the default beside the best, which may be itself."""
+    order, speeds = [], {THREADS: 100.0, PROCESS: 80.0, WORKERS: 20.0}
+
+    def measure(arguments, options, last):
+        assert options.seconds == 4 and "--no-tensorboard" in last
+        envs, steps = (int(arguments[arguments.index(flag) + 1]) for flag in ("--num-envs", "--num-steps"))
+        assert envs * steps == 2048
+        way = THREADS if "envpool" in arguments else PROCESS if "--sync-envs" in arguments else WORKERS
+        order.append((envs, way))
+        own = {"first_update_seconds": 1.0, "peak_memory_mb": 1.0, "cores_used": 1.0}
+        return {"speeds": [speeds[way]] * 5, **own}, None
+
+    monkeypatch.setattr(backends.throughput, "measure", measure)
+    backends.main(backends.Options(("HalfCheetah-v4",), rounds=2, seconds=4, out=tmp_path))
+    assert order[:4] == [(1, PROCESS), (1, THREADS), (1, THREADS), (1, PROCESS)]
+    assert order[4:10] == [(4, way) for way in (PROCESS, THREADS, WORKERS, WORKERS, THREADS, PROCESS)]
+    rows = json.loads((tmp_path / "HalfCheetah-v4.json").read_text())["rows"]
+    assert [row["of_best"]["ratio"] for row in rows] == pytest.approx([0.8, 1.0, 1.0])
+    text = (tmp_path / "backends.md").read_text()
+    assert text in capsys.readouterr().out
+    first, second = (line for line in text.splitlines() if line.startswith("| HalfCheetah") and "| 16 |" not in line)
+    assert first.endswith("| - | - | - | in the process | 0.80 [0.80, 0.80] |")
+    assert second.endswith("| EnvPool | is the best |")
+    assert "Within 5 % of the best: 2 of 3; of the others, 0 may be" in text
+
+
+def test_ways_that_fail_are_shown(monkeypatch, tmp_path):
+    """A row without the default's speed has no share."""
+
+    def measure(arguments, _options, _last):
+        own = {"speeds": [50.0] * 3, "first_update_seconds": 1.0, "peak_memory_mb": 1.0, "cores_used": 1.0}
+        return ({"failed": "exit code 1"} if "--no-async-envs" not in arguments else own), None
+
+    monkeypatch.setattr(backends.throughput, "measure", measure)
+    backends.main(backends.Options(("Breakout-v5",), rounds=1, seconds=4, out=tmp_path))
+    text = (tmp_path / "backends.md").read_text()
+    assert f"| failed | 50 [50, 50] | {TURNS} | - |" in text and ALL in text and "best: 0 of 0" in text
+
+
+def test_wrong_input(tmp_path, capsys):
+    for options, message in (
+        (backends.Options(("Chess-v0",), out=tmp_path), "no environment Chess-v0"),
+        (backends.Options(rounds=0, out=tmp_path), "--rounds"),
+    ):
+        assert message in refusal(backends.main, options, capsys)
