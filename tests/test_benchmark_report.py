@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from benchmark_helpers import benchmark, make_line, make_run, refusal
 
-from benchmarks.common import runs
+from benchmarks.common import plots, runs
 from benchmarks.learning import report
 
 COMPILE = {"script": "ppo_torchcompile.py", "args": {"compile": True, "cudagraphs": True}}
@@ -88,6 +88,18 @@ def test_scripts_are_compared_at_the_same_steps_and_seconds(tmp_path):
     assert rows["ppo"]["seconds"][0] == [50, [80, 80]] and rows["dqn"]["seconds"][0] == [50, None]
     text = (tmp_path / "out" / "report.md").read_text()
     assert "## CartPole-v1, on the way" in text and "| `dqn`, eager | 2 | 300 [300, 300] | - | - | - |" in text
+
+
+def test_settings_of_one_script_are_compared_too(tmp_path):
+    """Each in a colour of its own."""
+    for number in (1, 4, 16):
+        own = {"total": 500_000, "args": {"num_envs": number}}
+        make_run(tmp_path / f"{number}", curve(100 + number), script="sac_continuous_action.py", **own)
+    rows = report.write_report([tmp_path], tmp_path / "out")["rows"]
+    assert [row["variant"] for row in rows] == [f"eager --num-envs {number}" for number in (1, 4, 16)]
+    assert [row["milestones"]["global_step"][-1] for row in rows] == [[500_000, [100 + x]] for x in (1, 4, 16)]
+    assert len(set(plots.shades([row["variant"] for row in rows]).values())) == 3
+    assert plots.shades(["eager", "compile", "compile --bf16"]) == {}
 
 
 @pytest.mark.parametrize(

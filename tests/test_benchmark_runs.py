@@ -143,6 +143,7 @@ def test_variant(tmp_path, script, flags, device, variant):
     [
         ({"matmul_precision": "highest"}, ""),
         ({"matmul_precision": "medium"}, "--matmul-precision medium"),
+        ({"matmul_precision": "auto"}, ""),
         ({"bf16": False}, ""),
         ({"bf16": True}, "--bf16"),
         ({"rollout": "batched", "sync_gradients": True}, ""),
@@ -155,6 +156,23 @@ def test_runs_of_a_lower_precision_or_another_way_to_collect_are_a_group_of_thei
     assert (plain.variation, own.variation) == ("", variation)
     names = {key[2] for key in runs.groups([plain, own])}
     assert names == {"eager", f"eager {variation}".strip()}
+
+
+def test_on_a_gpu_the_automatic_precision_is_a_coarser_one(tmp_path):
+    run = runs.read_run(make_run(tmp_path / "a", [], args={"matmul_precision": "auto"}, device="H200"))
+    assert run.variation == "--matmul-precision auto"
+
+
+def test_runs_of_other_numbers_of_environments_are_groups_of_their_own(tmp_path):
+    """In the order of these numbers; where all have the same, it is not said."""
+    few, many = {"num_envs": 1, "gradient_steps": None}, {"num_envs": 64, "gradient_steps": 8}
+    paces = {"c": few, "b": many, "a": {"num_envs": 256}}
+    found = [runs.read_run(make_run(tmp_path / name, [], args=args)) for name, args in paces.items()]
+    flags = ["--num-envs 1", "--num-envs 64 --gradient-steps 8", "--num-envs 256"]
+    assert [key[2] for key in runs.groups(found)] == [f"eager {x}" for x in flags]
+    assert [key[2] for key in runs.groups(found[1:2])] == ["eager"]
+    other = runs.read_run(make_run(tmp_path / "d", [], args=few | {"env_id": "Acrobot-v1"}))
+    assert [key[2] for key in runs.groups([found[0], other])] == ["eager", "eager"]
 
 
 def test_groups_and_duplicate_seeds(tmp_path):

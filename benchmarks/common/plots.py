@@ -28,6 +28,14 @@ def colour(variant: str) -> str:
     return COLOURS.get(variant.partition(" ")[0], "#555555")
 
 
+def shades(variants: list[str]) -> dict[str, tuple]:
+    """Colours for those of which there are more than two by one name, with other flags; of others the name says it."""
+    names = [variant.partition(" ")[0] for variant in variants]
+    alike = {name: [x for x in variants if x.partition(" ")[0] == name] for name in names}
+    ranks = {x: i / (len(own) - 1) for own in alike.values() if len(own) > 2 for i, x in enumerate(own)}
+    return {x: plt.colormaps["viridis"](0.85 * rank) for x, rank in ranks.items()}
+
+
 def label(variant: str) -> str:
     name, space, flags = variant.partition(" ")
     return LABELS.get(name, name) + space + flags
@@ -54,11 +62,14 @@ def describe_axis(axis, title: str, x: str, y: str) -> None:
         axis.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
 
 
-def draw_curve(axis, x: np.ndarray, y: np.ndarray, variant: str, name: str, band: tuple | None = None) -> None:
-    """A line in the variant's colour, dotted if it has flags, and around it the band (low, high), if there is one."""
-    axis.plot(x, y, color=colour(variant), linestyle=":" if " " in variant else "-", label=name)
+def draw_curve(
+    axis, x: np.ndarray, y: np.ndarray, variant: str, name: str, band: tuple | None = None, shade: tuple | None = None
+) -> None:
+    """A line in the variant's colour, dotted if it has flags, or in a shade; around it the band, if there is one."""
+    style = {"color": shade, "linestyle": "-"} if shade else {"color": colour(variant)}
+    axis.plot(x, y, **({"linestyle": ":" if " " in variant else "-"} | style), label=name)
     if band is not None:
-        axis.fill_between(x, *band, color=colour(variant), alpha=0.18, linewidth=0)
+        axis.fill_between(x, *band, color=style["color"], alpha=0.18, linewidth=0)
 
 
 def draw_bars(

@@ -67,8 +67,16 @@ class Run:
         """The flags of a run that computes more coarsely than in float32, or collects otherwise; empty for others."""
         usual = {"matmul_precision": "highest", "bf16": False, "rollout": "batched", "sync_gradients": True}
         others = {name: self.args[name] for name in usual if self.args.get(name, usual[name]) != usual[name]}
+        if others.get("matmul_precision") == "auto" and self.config.get("device", "cpu") == "cpu":
+            del others["matmul_precision"]  # there it is as exact as "highest"
         words = {True: "--{}", False: "--no-{}"}
         return " ".join(words.get(x, "--{} " + str(x)).format(name.replace("_", "-")) for name, x in others.items())
+
+    @property
+    def pace(self) -> str:
+        """The flags that say how much is collected for how many updates."""
+        known = {name: self.args.get(name) for name in ("num_envs", "gradient_steps")}
+        return " ".join(f"--{name.replace('_', '-')} {x}" for name, x in known.items() if x is not None)
 
     @property
     def steps(self) -> int:
@@ -247,17 +255,22 @@ def learning_curve(run: Run, edges: np.ndarray, axis: str = "global_step") -> np
 def groups(runs: list[Run]) -> dict[tuple[str, str, str], list[Run]]:
     """Runs by (script, environment, variant), in the order of names and of `programs.VARIANTS`.
 
-    Runs of a lower precision are a variant of their own, with its flags behind the name.
+    Runs of a lower precision are a variant of their own, with its flags behind the name; and so are those of more or
+    fewer environments, where runs of one script and environment differ in that.
     """
-    order = [*VARIANTS, *PEERS]
+    order, paces = [*VARIANTS, *PEERS], {}
+    for run in runs:
+        paces.setdefault((run.script, run.env_id), set()).add(run.pace)
 
     def key(run: Run) -> tuple:
         place = order.index(run.variant) if run.variant in order else len(order)
-        return run.script, run.env_id, place, run.variant, run.variation, str(run.seed)
+        own = run.args.get("num_envs") or 0, run.pace
+        return run.script, run.env_id, place, run.variant, run.variation, *own, str(run.seed)
 
     result = {}
     for run in sorted(runs, key=key):
-        variant = f"{run.variant} {run.variation}".strip()
+        pace = run.pace if len(paces[run.script, run.env_id]) > 1 else ""
+        variant = " ".join(x for x in (run.variant, run.variation, pace) if x)
         result.setdefault((run.script, run.env_id, variant), []).append(run)
     return result
 

@@ -199,12 +199,15 @@ def scores_at(kept: list[runs.Run], end: float, position: str) -> list[float] | 
 
 
 def add_milestones(rows: list[dict], panels: dict[tuple[str, str], dict[str, list[runs.Run]]]) -> None:
-    """Where several scripts learnt in one environment, add to its rows [steps, scores], and the same by seconds."""
+    """Where several scripts learnt in one environment, or one by several settings, add to its rows [steps, scores].
+
+    And the same by seconds.
+    """
     for env_id in dict.fromkeys(env_id for _, env_id in panels):
         members = {}
         for (script, _), own in [item for item in panels.items() if item[0][1] == env_id]:
             members |= {(script, variant): kept for variant, kept in own.items()}
-        if len({script for script, _ in members}) < 2:
+        if len({(script, variant.partition(" ")[2]) for script, variant in members}) < 2:
             continue
         for position in AXES:
             longest = max(run.column(position)[-1] for kept in members.values() for run in kept)
@@ -217,6 +220,7 @@ def add_milestones(rows: list[dict], panels: dict[tuple[str, str], dict[str, lis
 
 def draw_panel(axis, members: dict[str, list[runs.Run]], position: str) -> None:
     """Curves of the variants of one script and environment against steps or seconds, with bands over the seeds."""
+    colours = plots.shades(list(members))
     for variant, kept in members.items():
         ends = [run.steps if position == "global_step" else run.seconds for run in kept]
         # Runs take different times: a curve is drawn as far as all its runs go
@@ -225,7 +229,7 @@ def draw_panel(axis, members: dict[str, list[runs.Run]], position: str) -> None:
         known = ~np.isnan(curves).any(0)
         band = stats.bootstrap([curves[:, known]]) if len(kept) > 1 and known.any() else None
         name = f"{plots.label(variant)} ({len(kept)} seeds)" if len(kept) > 1 else f"{plots.label(variant)} (1 seed)"
-        plots.draw_curve(axis, edges[1:][known], stats.iqm(curves)[known], variant, name, band)
+        plots.draw_curve(axis, edges[1:][known], stats.iqm(curves)[known], variant, name, band, colours.get(variant))
 
 
 def draw_curves(panels: dict[tuple[str, str], dict[str, list[runs.Run]]], reference: dict, path: Path) -> None:
