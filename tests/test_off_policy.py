@@ -12,6 +12,7 @@ import tiny_envs
 import torch
 from helpers import EAGER, adam_steps, defining, in_float64, load, on_policy, resume
 from parity import assert_agree
+from torch import nn
 from torch.distributions import AffineTransform, Normal, TanhTransform, TransformedDistribution
 
 from benchmarks.common.pairs import FAST, TABLE
@@ -137,6 +138,22 @@ def test_epsilon_is_annealed_in_both_twins(train):
         epsilon = {line["global_step"]: line["charts/epsilon"] for line in run.lines}
         assert epsilon[100] == pytest.approx(1 - 0.95 * 99 / 200)
         assert epsilon[250] == epsilon[400] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("layers", [(), (nn.BatchNorm1d(4),)], ids=["plain", "with buffers"])
+def test_dqn_copies_its_network_in_one_piece(layers):
+    """To where it acts, of whatever layers, and in place: the function on NumPy arrays reads the same memory."""
+    script = load("dqn")
+    network = nn.Sequential(nn.Linear(3, 4), *layers, nn.ReLU(), nn.Linear(4, 2))
+    acting = deepcopy(network)
+    for weight in network.parameters():
+        nn.init.normal_(weight)
+    network(torch.randn(8, 3))  # buffers change, too
+    network.eval(), acting.eval()
+    act, obs = script.numpy_mlp(acting), torch.randn(5, 3)
+    script.copy_to_cpu(network, acting)
+    torch.testing.assert_close(dict(acting.state_dict()), dict(network.state_dict()), rtol=0, atol=0)
+    torch.testing.assert_close(torch.from_numpy(act(obs.numpy())), network(obs).detach())
 
 
 def test_dqn_target_is_copied_when_due(train):
