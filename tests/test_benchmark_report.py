@@ -90,6 +90,16 @@ def test_scripts_are_compared_at_the_same_steps_and_seconds(tmp_path):
     assert "## CartPole-v1, on the way" in text and "| `dqn`, eager | 2 | 300 [300, 300] | - | - | - |" in text
 
 
+def test_scores_on_the_way_are_of_the_last_tenth():
+    """Not of 100 episodes, which one environment takes long for; where none ended in it, of those just before."""
+    lines = [make_line(step, float(step), 10) for step in (100, 800, 910, 950, 1000)]
+    run = runs.Run(Path(), {}, lines)
+    assert report.scores_at([run], 1000, "global_step") == [pytest.approx((910 + 950 + 1000) / 3)]
+    assert report.scores_at([run], 700, "global_step") == [100]
+    assert report.scores_at([run], 1200, "global_step") is None
+    assert np.isnan(report.recent_return(runs.Run(Path(), {}, [make_line(5, None)]), 0, "global_step"))
+
+
 def test_settings_of_one_script_are_compared_too(tmp_path):
     """Each in a colour of its own."""
     for number in (1, 4, 16):

@@ -31,6 +31,7 @@ MIN_SEEDS = 5  # from which on intervals are trusted: of fewer, 20 % would tell 
 SAME_BUDGET = 0.9  # ratio of steps from which budgets count as the same
 BINS, LINES = 50, 500  # of a learning curve: what is drawn, and what is kept
 AXES = {"global_step": "environment steps", "seconds": "seconds after start-up"}
+RECENT = 0.1  # share of the steps or seconds up to a point, whose episodes count there
 SHARES = (0.1, 0.25, 0.5, 1.0)  # of the longest runs, at which several scripts on one environment are compared
 EAGER, COMPILED = ("eager", "lean"), ("compile", "compile+cudagraphs", "cudagraphs")
 INTRODUCTION = f"""
@@ -191,11 +192,22 @@ def add_common_scores(rows: list[dict], panels: dict[tuple[str, str], dict[str, 
 
 
 def scores_at(kept: list[runs.Run], end: float, position: str) -> list[float] | None:
-    """Mean return of the last episodes of each run until then; None where one had ended before, or had no episode."""
+    """Mean return of each run's episodes in the last tenth until then; None where one had ended before, or had none.
+
+    Of 100 episodes, those of one environment would be from long before, those of 64 environments from just now.
+    """
     if min(run.column(position)[-1] for run in kept) < SAME_BUDGET * end:
         return None
-    scores = [runs.final_return(run.until(end, position)) for run in kept]
+    scores = [recent_return(run.until(end, position), (1 - RECENT) * end, position) for run in kept]
     return None if np.isnan(scores).any() else scores
+
+
+def recent_return(run: runs.Run, start: float, position: str) -> float:
+    """Mean return of the episodes of all lines after `start`, or of the last line that has any; NaN without."""
+    own = [line for line in run.lines if line.get("charts/episodes")]
+    own = [line for line in own if line[position] > start] or own[-1:]
+    returns, counts = ([line[f"charts/{name}"] for line in own] for name in ("episodic_return", "episodes"))
+    return float(np.average(returns, weights=counts)) if own else float("nan")
 
 
 def add_milestones(rows: list[dict], panels: dict[tuple[str, str], dict[str, list[runs.Run]]]) -> None:
@@ -215,7 +227,7 @@ def add_milestones(rows: list[dict], panels: dict[tuple[str, str], dict[str, lis
             for row in rows:
                 if row["env_id"] == env_id and (kept := members.get((row["script"], row["variant"]))):
                     scores = [[mark, scores_at(kept, mark, position)] for mark in marks]
-                    row.setdefault("milestones", {})[position] = scores
+                    row.setdefault("milestones", {"recent": RECENT})[position] = scores
 
 
 def draw_panel(axis, members: dict[str, list[runs.Run]], position: str) -> None:
@@ -314,7 +326,9 @@ def milestone_tables(rows: list[dict], title: str = "## {}") -> list[str]:
                     "-" if x is None else estimate(float(stats.iqm(x)), interval([x], stats.pooled_iqm), ",.0f")
                     for x in scores
                 ]
-            lines += [*table([f"return: IQM [95 %], by {axis}", "seeds", *marks], cells), ""]
+            recent = own[0]["milestones"].get("recent")  # older reports have the last 100 episodes
+            what = f"return over the last {recent:.0%}" if recent else "return"
+            lines += [*table([f"{what}: IQM [95 %], by {axis}", "seeds", *marks], cells), ""]
     return lines
 
 
