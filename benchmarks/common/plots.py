@@ -29,10 +29,12 @@ def colour(variant: str) -> str:
 
 
 def shades(variants: list[str]) -> dict[str, tuple]:
-    """Colours for those of which there are more than two by one name, with other flags; of others the name says it."""
-    names = [variant.partition(" ")[0] for variant in variants]
-    alike = {name: [x for x in variants if x.partition(" ")[0] == name] for name in names}
-    ranks = {x: i / (len(own) - 1) for own in alike.values() if len(own) > 2 for i, x in enumerate(own)}
+    """Colours for variants of one name of which several have flags; others have that of their name."""
+    alike = {}
+    for variant in variants:
+        name, _, flags = variant.partition(" ")
+        alike.setdefault(name, []).extend([variant] * bool(flags))
+    ranks = {x: i / (len(own) - 1) for own in alike.values() if len(own) > 1 for i, x in enumerate(own)}
     return {x: plt.colormaps["viridis"](0.85 * rank) for x, rank in ranks.items()}
 
 
