@@ -410,15 +410,21 @@ def compiled(device: torch.device, *functions):
     torch.compiler.reset()  # what an earlier run in this process compiled may be of other settings
     names = ("cpp_wrapper", "fallback_random", "cpp.vec_isa_ok") if device.type == "cpu" else ()
     options = dict.fromkeys(names, True)
+    if device.type == "cpu":
+        options["unroll_reductions_threshold"] = 1  # unrolled, a sum over the few actions is computed number by number
     options["guard_filter_fn"] = torch.compiler.keep_tensor_guards_unsafe
-    return [torch.compile(function, fullgraph=True, options=options.copy()) for function in functions]
+    return [tensors_only(torch.compile(f, fullgraph=True, options=options.copy())) for f in functions]
 
 
 def readings(name: str, value, seen: set):
-    """(name, function that reads it) of all that a function or object reaches by names; `seen` gets those in code."""
+    """(name, how to read it, of what, by which key) of all that a function or object reaches by names.
+
+    `seen` gets the names in its code.
+    """
     if not isinstance(value, nn.Module):  # what became a graph, or was compiled
         value = getattr(value, "module", value)
-        value = getattr(value, "__wrapped__", value)
+        while hasattr(value, "__wrapped__"):
+            value = value.__wrapped__
     libraries = os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__))
     file = value.__code__.co_filename if hasattr(value, "__code__") else ""
     if id(value) in seen or file.startswith(libraries) or type(value).__module__.startswith("tensordict"):
@@ -429,21 +435,22 @@ def readings(name: str, value, seen: set):
     parts = {}
     if hasattr(value, "__code__"):
         for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            parts[key] = partial(getattr, cell, "cell_contents")
+            parts[key] = getattr, cell, "cell_contents"
         codes = [value.__code__, *(x for x in value.__code__.co_consts if hasattr(x, "co_names"))]
         seen.update(x for code in codes for x in code.co_names)
         for key in value.__globals__.keys() & {x for code in codes for x in code.co_names}:
-            parts[key] = partial(value.__globals__.get, key)
+            parts[key] = dict.get, value.__globals__, key
     elif isinstance(value, dict | list | tuple):
         keys = value if isinstance(value, dict) else range(len(value))
-        parts = {f"{name}[{key!r}]": partial(value.__getitem__, key) for key in keys}
+        parts = {f"{name}[{key!r}]": (type(value).__getitem__, value, key) for key in keys}
     elif isinstance(value, nn.Module) or is_own or type(value).__name__ == "SimpleNamespace":
         shared = vars(type(value)) if is_own else ()
-        parts = {f"{name}.{key}": partial(getattr, type(value), key) for key in shared if key[:2] != "__"}
-        parts |= {f"{name}.{key}": partial(vars(value).get, key) for key in vars(value)}
-    for key, read in parts.items():
-        yield from () if hasattr(read(), "__spec__") else [(key, read)]  # modules stay
-        yield from readings(key, read(), seen)
+        parts = {f"{name}.{key}": (getattr, type(value), key) for key in shared if key[:2] != "__"}
+        parts |= {f"{name}.{key}": (dict.get, vars(value), key) for key in vars(value)}
+    for key, (read, *source) in parts.items():
+        part = read(*source)
+        yield from () if hasattr(part, "__spec__") else [(key, read, *source)]  # modules stay
+        yield from readings(key, part, seen)
 
 
 def refuse_changes(function):
@@ -452,22 +459,36 @@ def refuse_changes(function):
     Compiled code and CUDA graphs keep what they have read at first: a change would be ignored in silence. So it ends
     the program, with its name and exit code 2. Tensors may change in place. A check takes some microseconds.
     """
-    names, reads, first = [], [], []
+    call, names, groups, first, ids = tensors_only(function), [], [], [], []
 
     def checked(*inputs):
-        if not first:
+        if not groups:
             seen = {"training"}
             found = list(readings("", function, seen))  # of attributes, those count that some code names
             found = [x for x in found if "." not in x[0] or x[0][-1] == "]" or x[0].rpartition(".")[2] in seen]
-            names[:], reads[:] = zip(*found, strict=True) if found else ((), ())
-            first[:] = [read() for read in reads]
-        now = [read() for read in reads]
-        if any(x is not y for x, y in zip(first, now, strict=True)):
+            for how in dict.fromkeys(x[1] for x in found):
+                group = [x for x in found if x[1] is how]
+                names.extend(x[0] for x in group)
+                groups.append((how, [x[2] for x in group], [x[3] for x in group]))
+            first[:] = [x for group in groups for x in map(*group)]
+            ids[:] = map(id, first)
+        now = [x for group in groups for x in map(*group)]
+        if [*map(id, now)] != ids:
             check_equal(names, first, now)
+        return call(*inputs)
+
+    return checked
+
+
+def tensors_only(function):
+    """The function, compiled or a graph, with SystemExit(2) for an argument that is no tensor, which it would keep."""
+
+    def checked(*inputs):
         if not all(isinstance(x, Tensor) for x in inputs):
             fail("a compiled function got an argument that is no tensor: it would keep the first one")
         return function(*inputs)
 
+    checked.__wrapped__ = function
     return checked
 
 

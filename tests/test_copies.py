@@ -313,16 +313,27 @@ def test_every_twin_refuses_a_setting_that_changes(copy, train_copy, capsys, nam
     assert end.value.code == 2 and setting in capsys.readouterr().err
 
 
-def test_a_step_that_is_given_a_number_is_refused(copy, train_copy, capsys):
-    """SAC's steps are compiled one by one: a number that the loop around them counts up would stay what it was."""
-    module = copy(
-        "sac_continuous_action_torchcompile",
+STEPS = {  # a number that the loop around the compiled function counts up
+    "sac_continuous_action_torchcompile": [
         ("for _ in range(args.policy_frequency)", "for k in range(args.policy_frequency)"),
         ("actor_metrics = step_actor(obs)", "actor_metrics = step_actor(obs, k)"),
         ("def step_actor(obs: Tensor)", "def step_actor(obs: Tensor, k: int)"),
-    )
+    ],
+    "ppo_torchcompile": [
+        (
+            "update_minibatch(index, *batch) for index in permutation]",
+            "update_minibatch(k, index, *batch) for k, index in enumerate(permutation)]",
+        ),
+        ("def update_minibatch(index: Tensor", "def update_minibatch(k: int, index: Tensor"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_that_is_given_a_number_is_refused(copy, train_copy, capsys, name):
+    """What is compiled is called by plain functions: the number would stay what it was at first."""
     with pytest.raises(SystemExit):
-        train_copy(module, "sac_continuous_action_torchcompile", **quick("sac_continuous_action"), compile=True)
+        train_copy(copy(name, *STEPS[name]), name, **quick(name.removesuffix("_torchcompile")), compile=True)
     assert "got an argument that is no tensor" in capsys.readouterr().err
 
 

@@ -254,11 +254,15 @@ def test_linear_schedule():
     assert [schedule(1.0, 0.2, 100, step) for step in (0, 50, 100, 150)] == pytest.approx([1.0, 0.6, 0.2, 0.2])
 
 
-def test_move_towards_is_a_weighted_mean():
-    script, target, online = defining("move_towards"), network(), network()
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("tau", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_move_towards_is_a_weighted_mean(tau, compiled):
+    move_towards, target, online = defining("move_towards").move_towards, network(), network()
+    if compiled:
+        move_towards = torch.compile(move_towards, backend="eager", fullgraph=True)
     expected = [0.9 * a + 0.1 * b for a, b in zip(target.parameters(), online.parameters(), strict=True)]
     before = deepcopy(online.state_dict())
-    script.move_towards(list(target.parameters()), list(online.parameters()), 0.1)
+    move_towards(list(target.parameters()), list(online.parameters()), tau)
     for a, b in zip(target.parameters(), expected, strict=True):
         torch.testing.assert_close(a, b)
     for name, weight in online.state_dict().items():
