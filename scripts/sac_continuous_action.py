@@ -237,8 +237,7 @@ def train(args: Args) -> Path:
         actor_optimizer.step(torch.autograd.grad(actor_loss, actor_optimizer.weights))
         alpha, alpha_loss = temperature(), torch.zeros_like(actor_loss)
         if args.autotune:
-            with torch.no_grad():
-                excess = -actor.sample(obs)[1] + action_dim  # of the entropy, over its target -A
+            excess = -log_prob.detach() + action_dim  # of the entropy, over its target -A
             alpha_loss = (alpha * excess).mean()
             alpha_optimizer.step(torch.autograd.grad(alpha_loss, alpha_optimizer.weights))
         return actor_loss.detach(), alpha.detach(), alpha_loss.detach()

@@ -363,12 +363,13 @@ def test_dqn_descends_the_squared_error(steps_of, double_dqn):
 
 
 def test_sac_descends_its_losses(steps_of):
-    """Equations (5), (7) and (18): of critics, actor and temperature, each with noise of its own."""
+    """Equations (5), (7) and (18). The temperature learns from the action that the actor has just learnt from."""
     steps, critic_of_minimum = steps_of("sac_continuous_action", policy_lr=3e-3, total_timesteps=120), set()
     assert {step.optimizer for step in steps} == {f"{part}_optimizer" for part in ("critic", "actor", "alpha")}
-    for step in steps:
+    for before, step in zip([None, *steps], steps, strict=False):
         networks, (obs, action, reward, next_obs, terminated) = step.networks, step.batch
-        actor, (alpha,) = networks["actor"], networks["temperature"].parameters()
+        (alpha,) = networks["temperature"].parameters()
+        actor = (before if step.optimizer == "alpha_optimizer" else step).networks["actor"]
         mean, raw = actor.net(next_obs if step.optimizer == "critic_optimizer" else obs).chunk(2, dim=1)
         log_std = -5 + (2 - -5) * (raw.tanh() + 1) / 2
         x = mean + log_std.exp() * step.noise

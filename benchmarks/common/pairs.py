@@ -102,7 +102,7 @@ TABLE = {
             {"autotune": False, "alpha": 0.1}, {"target_network_frequency": 2}, {"matmul_precision": "medium"},
             *ACTOR_LEARNS,
         ),
-        launches=(28, 97, 368),
+        launches=(28, 97, 310),
         task=PENDULUM | {"total_timesteps": 4000, "policy_lr": 3e-3, "q_lr": 3e-3},
         goal=(-1200, -250),
         learn_value=OFF_POLICY_VALUE | {"tau": 0.2, "autotune": False, "alpha": 1e-3, "total_timesteps": 600,
