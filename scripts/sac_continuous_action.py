@@ -368,7 +368,7 @@ class ReplayBuffer(nn.Module):
 @torch.no_grad()
 def move_towards(targets: list[Tensor], weights: list[Tensor], tau: float | Tensor = 1.0) -> None:
     """Each of `targets` becomes (1 - tau) times itself plus tau times the weight beside it: for tau = 1 a copy."""
-    if torch.compiler.is_compiling():  # fused into few loops, where the call below would stay a call
+    if torch.compiler.is_compiling() and targets[0].device.type == "cpu":  # becomes loops, where a call would stay one
         for target, weight in zip(targets, weights, strict=True):
             target.lerp_(weight, tau)
         return
