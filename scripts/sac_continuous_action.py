@@ -17,7 +17,8 @@ Shapes: N = num_envs, B = batch_size, O = size of an observation, A = of an acti
 
 Departures from CleanRL's script of the same name, whose settings these are: rows in which environments reset themselves
 are neither stored nor counted; there is one update for every step that is left, however many environments take them;
-the log-probability of a squashed action is exact, without a 1e-6 that keeps its logarithm from infinity.
+the log-probability of a squashed action is exact, without a 1e-6 that keeps its logarithm from infinity; and the
+temperature learns from the action that the actor has just learnt from, not from another one.
 
 How to read on: settings, networks, formulas, then `train`, the algorithm. Below the rule is nothing but plumbing.
 """
