@@ -190,7 +190,8 @@ def test_flags_work_past_learning_starts(train, name, settings):
 @pytest.mark.parametrize("name", [name for name in OFF_POLICY if name != "dqn"])
 def test_bfloat16_rounds_the_products_of_hidden_layers_only(train, name):
     """Of the same weights, outputs are near; the last layer's have the resolution of float32, as have all weights."""
-    script, obs = load(name), torch.randn(64, 3, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(1)
+    script, obs = load(name), torch.randn(64, 3)
     exact, rounded = (script.Critic(2, 1, bf16) for bf16 in (False, True))
     torch.nn.init.constant_(exact.net[-1].bias, 20)  # where bfloat16 would go by steps of 0.125
     rounded.load_state_dict(exact.state_dict())
@@ -198,7 +199,7 @@ def test_bfloat16_rounds_the_products_of_hidden_layers_only(train, name):
         a, b = (critic(obs[:, :2], obs[:, 2:]) for critic in (exact, rounded))
     assert b.dtype == torch.float32 and not torch.equal(a, b)
     torch.testing.assert_close(a, b, atol=5e-3, rtol=0)
-    assert 0 < b.sort().values.diff().min() < 0.125 / 8
+    assert len(b.unique()) > 32  # by steps of 0.125 they would be a few values
     run = train(name, bf16=True, total_timesteps=120)
     weights = [x for part in ("actor", "critics", "critic_optimizer") for x in run.checkpoint[part].values()]
     assert weights and {x.dtype for x in weights} == {torch.float32}
