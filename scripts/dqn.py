@@ -66,7 +66,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to go on with, by its own settings, from its checkpoint
-    override: tuple[str, ...] = ()  # with --resume: CHANGEABLE settings that change, as learning_rate=1e-4
+    override: tuple[str, ...] = ()  # with --resume: CHANGEABLE settings that change, as gamma=0.98
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 1_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
@@ -261,12 +261,12 @@ class ReplayBuffer(nn.Module):
     def sample(self, batch_size: int) -> tuple[Tensor, ...]:
         """Rows drawn with replacement: observation (B, O), action (B, A), reward (B,), next observation, terminated."""
         size = self.num_written.clamp(max=len(self.rows))
-        index = torch.randint(2**40, (batch_size,), device=self.rows.device) % size
+        index = torch.randint(2**40, (batch_size,), device=self.rows.device) % size  # a tensor is no bound of randint
         obs, action, reward, next_obs, terminated = self.rows[index].split(self.widths, dim=1)
         return obs, action, reward.squeeze(1), next_obs, terminated.squeeze(1)
 
     def state_dict(self) -> dict:
-        """Without a copy of the rows: by way of NumPy, torch.save takes the rows that are in use for all there is."""
+        """The rows in use, not copied: of a slice torch.save would write the whole tensor, but not by way of NumPy."""
         rows = self.rows[: int(self.num_written)]
         return {"rows": torch.from_numpy(rows.cpu().numpy()), "num_written": self.num_written.cpu()}
 
@@ -334,7 +334,7 @@ class Adam(nn.Module):
         self.steps.add_(1)
         self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would compute a power anew every few weights
         beta1, beta2 = self.betas
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # the formula: what you change here or in the kernel's call, change in both
             gradient = torch.cat([g.reshape(-1) for g in gradients])
             self.exp_avg.lerp_(gradient, 1 - beta1)
             self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
@@ -502,7 +502,7 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
 
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
-    """Raise a ValueError at a NaN or infinity; but nobody looks at what follows a termination: there it becomes 0."""
+    """Raise a ValueError at a NaN or infinity; in terminal observations, whose value does not count, it is set to 0."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
         obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
@@ -556,7 +556,7 @@ class Envs:
                 self.action_space = self.vector.single_action_space
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
         except Exception as error:  # whatever a constructor brings up
-            fail(f"can't make environment {args.env_id}: {type(error).__name__}: {error}")
+            fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}")
         self.action_shape = (len(seeds), *(self.action_space.shape or ()))  # those of some spaces are None
         where = "threads" if self.backend == "envpool" else "this process" if in_process else "worker processes"
         self.summary = f"environments: {len(seeds)} by {self.backend}, in {where}"
@@ -713,7 +713,7 @@ def lock(file) -> bool:
 class Run:
     """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
 
-    At the first SIGINT or SIGTERM `stopped_by` is set, and the loop is to end. The second one kills.
+    At the first SIGINT or SIGTERM `stopped_by` is set, and the loop is to end. A second one of the same kind kills.
     """
 
     def __init__(self, args: Args):
@@ -730,7 +730,7 @@ class Run:
         torch.manual_seed(self.args.seed)
 
     def env_seeds(self, num_envs: int) -> list[int]:
-        """A seed for each environment: 31 bits, as EnvPool takes them. No other run has it, nor had this one before."""
+        """A seed for each environment: 31 bits, as EnvPool takes them; others for each run, and after a resume."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
     def restore(self) -> None:
@@ -841,13 +841,13 @@ class Run:
         metrics |= {f"info/{key}": sum(values) / len(values) for key, values in self.envs.infos.items()}
         for name, value in metrics.items():
             if not math.isfinite(value):
-                sys.exit(f"error: {name} is {value} at step {self.step}; the last checkpoint is from {self.saved_step}")
+                sys.exit(f"error: {name} is {value} at step {self.step}; {self.hint()}")
             if self.writer:
                 self.writer.add_scalar(name, value, self.step)
         try:
             self.file.write(json.dumps({"global_step": self.step, "seconds": round(seconds, 3), **metrics}) + "\n")
         except OSError as error:
-            sys.exit(f"error: can't write the log: {error}; the last checkpoint is from {self.saved_step}")
+            sys.exit(f"error: can't write the log: {error}; {self.hint()}")
         self.bar.set_postfix({"return": f"{np.mean(self.returns or [math.nan]):.1f}"}, refresh=False)
         self.bar.update(self.step - self.logged_step)
         self.logged_step, self.seconds = self.step, seconds
@@ -861,8 +861,7 @@ class Run:
         """Write the checkpoint beside the old one, then put it in its place: at any moment the disk has a whole one."""
         modules = [part for part in self.state.values() if isinstance(part, nn.Module)]
         if not all(weight.isfinite().all() for module in modules for weight in module.parameters()):
-            where = f"at step {self.step}; the last checkpoint is from {self.saved_step}"
-            sys.exit(f"error: weights are NaN or infinite {where}")
+            sys.exit(f"error: weights are NaN or infinite at step {self.step}; {self.hint()}")
         state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng}
         state |= {"script": Path(__file__).name, "args": asdict(self.args), "seconds": self.seconds}
         state |= {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
@@ -875,8 +874,12 @@ class Run:
             new.replace(self.dir / "checkpoint.pt")
         except (OSError, RuntimeError) as error:
             new.unlink(missing_ok=True)
-            sys.exit(f"error: can't write a checkpoint: {error}; the last one is of step {self.saved_step}")
+            sys.exit(f"error: can't write a checkpoint: {error}; {self.hint()}")
         self.saved_step = self.step
+
+    def hint(self) -> str:
+        """How to go on once the run has ended."""
+        return f"to go on from step {self.saved_step}: --resume {self.dir}" if self.saved_step else "nothing saved yet"
 
     def goes_on(self) -> bool:
         return self.step < self.args.total_timesteps and self.stopped_by is None
@@ -904,9 +907,8 @@ class Run:
             self.writer.close()
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
-        hint = f"to go on: --resume {self.dir}" if self.saved_step else "there is no checkpoint yet"
         if error:
-            sys.exit(f"error: {error}, at step {self.step}; {hint}")
+            sys.exit(f"error: {error}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
             print("this run was finished before; a greater --total-timesteps lets it go on")
         print(
@@ -914,7 +916,7 @@ class Run:
             f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"
         )
         if self.stopped_by is not None:
-            print(f"stopped by a signal; {hint}", file=sys.stderr)
+            print(f"stopped by a signal; {self.hint()}", file=sys.stderr)
             sys.exit(128 + self.stopped_by)
         return self.dir
 

@@ -76,7 +76,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to go on with, by its own settings, from its checkpoint
-    override: tuple[str, ...] = ()  # with --resume: CHANGEABLE settings that change, as learning_rate=1e-4
+    override: tuple[str, ...] = ()  # with --resume: CHANGEABLE settings that change, as gamma=0.98
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 10_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
@@ -477,7 +477,7 @@ class Adam(nn.Module):
         self.steps.add_(1)
         self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would compute a power anew every few weights
         beta1, beta2 = self.betas
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # the formula: what you change here or in the kernel's call, change in both
             gradient = torch.cat([g.reshape(-1) for g in gradients])
             self.exp_avg.lerp_(gradient, 1 - beta1)
             self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
@@ -499,10 +499,10 @@ class Adam(nn.Module):
 def compiled(device: torch.device, *functions):
     """The functions, each compiled into one graph, gradients included; SystemExit(2) where nothing can be compiled.
 
-    A graph that breaks at the gradient takes 3.5 times as long. Three things save some twentieths each: on a CPU, to
-    launch kernels from C++ instead of Python and to draw random numbers by PyTorch's own kernels; and, at each call, to
-    check that tensors are as they were but nothing else, which is left to `refuse_changes`. Starts take a second less,
-    and five with an empty cache, without a test whether the C++ compiler knows AVX; each in use does.
+    A graph that breaks at the gradient takes 3.5 times as long. On a CPU, kernels are launched from C++ instead of
+    Python, random numbers come from PyTorch's own kernels, and nothing tests whether the C++ compiler knows AVX, which
+    would take a second of each start, five with an empty cache. A call checks tensors (shape, type, device) only: what
+    else was compiled in is left to `refuse_changes`.
     """
     if device.type == "cpu":
         try:
@@ -519,65 +519,91 @@ def compiled(device: torch.device, *functions):
     return [tensors_only(torch.compile(f, fullgraph=True, options=options.copy())) for f in functions]
 
 
-def readings(name: str, value, seen: set):
+def is_own(value) -> bool:
+    """Whether a function, module, class or object is of a user's file, not of Python or of an installed package."""
+    libraries = os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__))
+    if hasattr(value, "__code__"):
+        return not value.__code__.co_filename.startswith(libraries)
+    owner = value if isinstance(value, type) else type(value)
+    module = value if isinstance(value, ModuleType) else sys.modules.get(owner.__module__)
+    file = getattr(module, "__file__", None) or libraries[0]
+    return owner.__module__ == __name__ or not file.startswith(libraries)
+
+
+def attributes_of(name: str, value) -> dict[str, tuple]:
+    """An object's or a class's attributes, those of its classes too: name -> how to read it, of what, by which key."""
+    classes, parts = value.__mro__ if isinstance(value, type) else type(value).__mro__, {}
+    for shared in [vars(x) for x in reversed(classes) if is_own(x)]:  # `getattr` makes a new method at each call
+        parts |= {f"{name}.{key}": (type(shared).get, shared, key) for key in shared if key[:2] != "__"}
+    if hasattr(value, "__dict__") and not isinstance(value, type):
+        is_open = is_own(value) or isinstance(value, nn.Module) or type(value).__name__ == "SimpleNamespace"
+        keys = [key for key, x in vars(value).items() if is_open or isinstance(x, bool | int | float | str)]
+        parts |= {f"{name}.{key}": (dict.get, vars(value), key) for key in keys}
+    return parts
+
+
+def readings(name: str, value, seen: set, names: set):
     """(name, how to read it, of what, by which key) of all that a function or object reaches by names.
 
-    `seen` gets the names in its code.
+    `seen` gets the ids of what has been looked at, `names` all names in code. Of libraries, which have caches, only
+    numbers in attributes count.
     """
-    if not isinstance(value, nn.Module):  # what became a graph, or was compiled
+    if not isinstance(value, nn.Module):  # what became a graph, was compiled, is a class's method or property
         value = getattr(value, "module", value)
         while hasattr(value, "__wrapped__"):
             value = value.__wrapped__
-    libraries = os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__))
-    file = value.__code__.co_filename if hasattr(value, "__code__") else ""
-    if id(value) in seen or file.startswith(libraries) or type(value).__module__.startswith("tensordict"):
-        return  # libraries have caches, which may change
-    seen.add(id(value))
-    file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or libraries[0]
-    is_own = type(value).__module__ == __name__ or (hasattr(value, "__dict__") and not file.startswith(libraries))
-    parts = {}
-    if hasattr(value, "__code__"):
-        for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            parts[key] = getattr, cell, "cell_contents"
+        value = value.fget if isinstance(value, property) else value
+    is_function, is_module = hasattr(value, "__code__"), isinstance(value, ModuleType)
+    is_closed = isinstance(value, Tensor) or type(value).__module__.startswith("tensordict")
+    if id(value) in seen or is_closed or ((is_function or is_module) and not is_own(value)):
+        return
+    if is_function:
         codes = [value.__code__, *(x for x in value.__code__.co_consts if hasattr(x, "co_names"))]
-        seen.update(x for code in codes for x in code.co_names)
-        for key in value.__globals__.keys() & {x for code in codes for x in code.co_names}:
-            parts[key] = dict.get, value.__globals__, key
+        names.update(x for code in codes for x in code.co_names)
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        parts = {key: (getattr, cell, "cell_contents") for key, cell in cells}
+        parts |= {key: (dict.get, value.__globals__, key) for key in value.__globals__.keys() & names}
+        parts |= {"self": (getattr, value, "__self__")} if hasattr(value, "__self__") and "." not in name else {}
+    elif is_module:  # modules may have one another
+        keys = vars(value).keys() & names if name.count(".") < 3 else ()
+        parts = {f"{name}.{key}": (dict.get, vars(value), key) for key in keys}
     elif isinstance(value, dict | list | tuple):
         keys = value if isinstance(value, dict) else range(len(value))
         parts = {f"{name}[{key!r}]": (type(value).__getitem__, value, key) for key in keys}
-    elif isinstance(value, nn.Module) or is_own or type(value).__name__ == "SimpleNamespace":
-        shared = vars(type(value)) if is_own else ()
-        parts = {f"{name}.{key}": (getattr, type(value), key) for key in shared if key[:2] != "__"}
-        parts |= {f"{name}.{key}": (dict.get, vars(value), key) for key in vars(value)}
+    else:
+        parts = attributes_of(name, value)
+        if isinstance(value, nn.Module) and not is_own(value):  # what a library's layer reads, no code here names
+            names.update(key for key, x in vars(value).items() if isinstance(x, bool | int | float | str))
+    seen.update([] if is_module else [id(value)])  # other code may name other parts of a module
     for key, (read, *source) in parts.items():
         part = read(*source)
-        yield from () if hasattr(part, "__spec__") else [(key, read, *source)]  # modules stay
-        yield from readings(key, part, seen)
+        yield from () if isinstance(part, ModuleType) else [(key, read, *source)]  # modules stay
+        yield from readings(key, part, seen, names)
 
 
 def refuse_changes(function):
     """The function; but before each call it is checked that all it reads, numbers and objects, is that of the first.
 
     Compiled code and CUDA graphs keep what they have read at first: a change would be ignored in silence. So it ends
-    the program, with its name and exit code 2. Tensors may change in place. A check takes some microseconds.
+    the program, with its name and exit code 2, compiled or not. Tensors may change in place. A check takes some
+    microseconds.
     """
-    call, names, groups, first, ids = tensors_only(function), [], [], [], []
+    call, found_names, groups, first, ids = tensors_only(function), [], [], [], []
 
     def checked(*inputs):
         if not groups:
-            seen = {"training"}
-            found = list(readings("", function, seen))  # of attributes, those count that some code names
-            found = [x for x in found if "." not in x[0] or x[0][-1] == "]" or x[0].rpartition(".")[2] in seen]
+            names = {"training"}
+            found = list(readings("", function, set(), names))  # of attributes, those count that some code names
+            found = [x for x in found if "." not in x[0] or x[0][-1] == "]" or x[0].rpartition(".")[2] in names]
             for how in dict.fromkeys(x[1] for x in found):
                 group = [x for x in found if x[1] is how]
-                names.extend(x[0] for x in group)
+                found_names.extend(x[0] for x in group)
                 groups.append((how, [x[2] for x in group], [x[3] for x in group]))
             first[:] = [x for group in groups for x in map(*group)]
             ids[:] = map(id, first)
         now = [x for group in groups for x in map(*group)]
         if [*map(id, now)] != ids:
-            check_equal(names, first, now)
+            check_equal(found_names, first, now)
         return call(*inputs)
 
     return checked
@@ -588,7 +614,9 @@ def tensors_only(function):
 
     def checked(*inputs):
         if not all(isinstance(x, Tensor) for x in inputs):
-            fail("a compiled function got an argument that is no tensor: it would keep the first one")
+            i, x = next((i, x) for i, x in enumerate(inputs, 1) if not isinstance(x, Tensor))
+            what = f"argument {i}, {x!r}, of `{getattr(function, '__name__', 'a compiled function')}`"
+            fail(f"{what} is no tensor: compiled code would keep the first one; make it a tensor")
         return function(*inputs)
 
     checked.__wrapped__ = function
@@ -601,6 +629,8 @@ def check_equal(names: list[str], first: list, now: list) -> None:
         is_number = isinstance(old, bool | int | float | str | np.generic | None)
         if is_number and (type(new) is not type(old) or new != old):
             advice = "make it a tensor on the learner's device and change it in place, like `optimizer.learning_rate`"
+            if name.endswith("training"):
+                advice = "a copy of the module, by deepcopy, can be in the other mode all the time"
             fail(f"`{name}` was {old} when this was compiled and is {new} now: {advice}")
         if not is_number and new is not old:
             fail(f"`{name}` is another {type(old).__name__} than when this was compiled: change it in place")
@@ -755,7 +785,7 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
 
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
-    """Raise a ValueError at a NaN or infinity; but nobody looks at what follows a termination: there it becomes 0."""
+    """Raise a ValueError at a NaN or infinity; in terminal observations, whose value does not count, it is set to 0."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
         obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
@@ -804,7 +834,7 @@ class Envs:
                 self.action_space = self.vector.single_action_space
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
         except Exception as error:  # whatever a constructor brings up
-            fail(f"can't make environment {args.env_id}: {type(error).__name__}: {error}")
+            fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}")
         self.action_shape = (len(seeds), *(self.action_space.shape or ()))  # those of some spaces are None
         where = "threads" if self.backend == "envpool" else "this process" if in_process else "worker processes"
         self.summary = f"environments: {len(seeds)} by {self.backend}, in {where}"
@@ -1403,7 +1433,7 @@ def lock(file) -> bool:
 class Run:
     """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
 
-    At the first SIGINT or SIGTERM `stopped_by` is set, and the loop is to end. The second one kills.
+    At the first SIGINT or SIGTERM `stopped_by` is set, and the loop is to end. A second one of the same kind kills.
     """
 
     def __init__(self, args: Args):
@@ -1420,7 +1450,7 @@ class Run:
         torch.manual_seed(self.args.seed)
 
     def env_seeds(self, num_envs: int) -> list[int]:
-        """A seed for each environment: 31 bits, as EnvPool takes them. No other run has it, nor had this one before."""
+        """A seed for each environment: 31 bits, as EnvPool takes them; others for each run, and after a resume."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
     def restore(self) -> None:
@@ -1531,13 +1561,13 @@ class Run:
         metrics |= {f"info/{key}": sum(values) / len(values) for key, values in self.envs.infos.items()}
         for name, value in metrics.items():
             if not math.isfinite(value):
-                sys.exit(f"error: {name} is {value} at step {self.step}; the last checkpoint is from {self.saved_step}")
+                sys.exit(f"error: {name} is {value} at step {self.step}; {self.hint()}")
             if self.writer:
                 self.writer.add_scalar(name, value, self.step)
         try:
             self.file.write(json.dumps({"global_step": self.step, "seconds": round(seconds, 3), **metrics}) + "\n")
         except OSError as error:
-            sys.exit(f"error: can't write the log: {error}; the last checkpoint is from {self.saved_step}")
+            sys.exit(f"error: can't write the log: {error}; {self.hint()}")
         self.bar.set_postfix({"return": f"{np.mean(self.returns or [math.nan]):.1f}"}, refresh=False)
         self.bar.update(self.step - self.logged_step)
         self.logged_step, self.seconds = self.step, seconds
@@ -1551,8 +1581,7 @@ class Run:
         """Write the checkpoint beside the old one, then put it in its place: at any moment the disk has a whole one."""
         modules = [part for part in self.state.values() if isinstance(part, nn.Module)]
         if not all(weight.isfinite().all() for module in modules for weight in module.parameters()):
-            where = f"at step {self.step}; the last checkpoint is from {self.saved_step}"
-            sys.exit(f"error: weights are NaN or infinite {where}")
+            sys.exit(f"error: weights are NaN or infinite at step {self.step}; {self.hint()}")
         state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng}
         state |= {"script": Path(__file__).name, "args": asdict(self.args), "seconds": self.seconds}
         state |= {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
@@ -1565,8 +1594,12 @@ class Run:
             new.replace(self.dir / "checkpoint.pt")
         except (OSError, RuntimeError) as error:
             new.unlink(missing_ok=True)
-            sys.exit(f"error: can't write a checkpoint: {error}; the last one is of step {self.saved_step}")
+            sys.exit(f"error: can't write a checkpoint: {error}; {self.hint()}")
         self.saved_step = self.step
+
+    def hint(self) -> str:
+        """How to go on once the run has ended."""
+        return f"to go on from step {self.saved_step}: --resume {self.dir}" if self.saved_step else "nothing saved yet"
 
     def goes_on(self) -> bool:
         return self.step < self.args.total_timesteps and self.stopped_by is None
@@ -1594,9 +1627,8 @@ class Run:
             self.writer.close()
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
-        hint = f"to go on: --resume {self.dir}" if self.saved_step else "there is no checkpoint yet"
         if error:
-            sys.exit(f"error: {error}, at step {self.step}; {hint}")
+            sys.exit(f"error: {error}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
             print("this run was finished before; a greater --total-timesteps lets it go on")
         print(
@@ -1604,7 +1636,7 @@ class Run:
             f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"
         )
         if self.stopped_by is not None:
-            print(f"stopped by a signal; {hint}", file=sys.stderr)
+            print(f"stopped by a signal; {self.hint()}", file=sys.stderr)
             sys.exit(128 + self.stopped_by)
         return self.dir
 

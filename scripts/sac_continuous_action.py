@@ -16,8 +16,8 @@ Its compiled twin is `sac_continuous_action_torchcompile.py`; the diff of the tw
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = of an action, P = number of parameters.
 
 Departures from CleanRL's script of the same name, whose settings these are: rows in which environments reset themselves
-are neither stored nor counted; there is one update for every step that is left, however many environments take them;
-the log-probability of a squashed action is exact, without a 1e-6 that keeps its logarithm from infinity; and the
+are neither stored nor counted; there is one update for each transition that is stored, however many environments bring
+them; the log-probability of a squashed action is exact, without a 1e-6 that keeps its logarithm from infinity; and the
 temperature learns from the action that the actor has just learnt from, not from another one.
 
 How to read on: settings, networks, formulas, then `train`, the algorithm. Below the rule is nothing but plumbing.
@@ -67,7 +67,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to go on with, by its own settings, from its checkpoint
-    override: tuple[str, ...] = ()  # with --resume: CHANGEABLE settings that change, as learning_rate=1e-4
+    override: tuple[str, ...] = ()  # with --resume: CHANGEABLE settings that change, as gamma=0.98
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 1_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
@@ -92,13 +92,13 @@ class Args:
     learning_starts: int = 5_000  # environment steps before the first update
     policy_lr: float = 3e-4  # learning rate of the actor
     q_lr: float = 1e-3  # learning rate of the critics, and of the temperature
-    policy_frequency: int = 2  # critic updates from one update of the actor to the next
+    policy_frequency: int = 2  # the actor learns at every n-th update of the critics
     target_network_frequency: int = 1  # updates of the critics for each update of the target networks
     gradient_steps: int | None = None  # updates after each step of all environments; by default one for each transition
     alpha: float = 0.2  # temperature, the weight of the entropy, if it is not tuned
     autotune: bool = True  # tune the temperature so that the policy's entropy comes to -A
     matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"  # auto: true float32; TF32 on CUDA
-    bf16: bool = False  # compute hidden layers in bfloat16; weights, last layers and loss stay in float32
+    bf16: bool = False  # compute inner layers in bfloat16; weights, first and last layers and loss stay in float32
 
 
 METRICS = (
@@ -107,6 +107,7 @@ METRICS = (
 )  # fmt: skip
 # The least and the greatest value of a setting; of others, integers are 1 or more, floats 0 or more
 LIMITS = {"seed": (0, 2**63 - 1), "learning_starts": (0, math.inf), "gamma": (0, 1), "tau": (0, 1)}
+LIMITS["alpha"] = (1e-9, math.inf)  # its logarithm is kept
 CHANGEABLE = "gamma", "tau", "batch_size", "policy_lr", "q_lr", "policy_frequency", "gradient_steps"
 
 
@@ -186,8 +187,8 @@ def train(args: Args) -> Path:
     """Train from the start, or from a checkpoint, to the end; returns the run's folder. Wrong input: SystemExit(2)."""
     run = Run(args)
     args, device = run.args, run.device
-    if args.alpha == 0 and not args.autotune:
-        fail("--alpha must be more than 0")
+    if args.alpha != Args.alpha and args.autotune:
+        print("note: --alpha is for --no-autotune; a temperature that is tuned starts at 1", file=sys.stderr)
     if args.buffer_size < args.num_envs:
         fail(f"--buffer-size {args.buffer_size} is less than what one step of {args.num_envs} environments brings")
     torch.set_num_threads(min(4, num_cores()))  # products of this size do not gain by more
@@ -202,13 +203,14 @@ def train(args: Args) -> Path:
     critics = nn.ModuleList(Critic(envs.obs_dim, action_dim, args.bf16) for _ in range(2)).to(device)
     temperature = Temperature(1.0 if args.autotune else args.alpha).to(device)
 
-    def q_values(critics, obs: Tensor, action: Tensor) -> Tensor:
+    def q_values(ensemble, obs: Tensor, action: Tensor) -> Tensor:
         """The value according to each critic: observation (B, O), action (B, A) -> (2, B)."""
-        return torch.stack([critic(obs, action) for critic in critics])
+        return torch.stack([critic(obs, action) for critic in ensemble])
 
     target_critics = deepcopy(critics)
     actor_optimizer, critic_optimizer = Adam(actor, args.policy_lr), Adam(critics, args.q_lr)
     alpha_optimizer, target_weights = Adam(temperature, args.q_lr), list(target_critics.parameters())
+    num_updates = torch.tensor(run.num_updates, device=device)  # on the device, so that a graph reads it anew
     buffer = ReplayBuffer(args.buffer_size, envs.obs_dim, action_dim, device)
 
     @torch.no_grad()
@@ -226,8 +228,7 @@ def train(args: Args) -> Path:
         q = q_values(critics, obs, action)
         critic_losses = (q - target_q).square().mean(1)
         critic_optimizer.step(torch.autograd.grad(critic_losses.sum(), critic_optimizer.weights))
-        # The targets follow; whether it is their turn is a tensor, so that a graph reads it anew
-        is_due = critic_optimizer.steps % args.target_network_frequency == 0
+        is_due = num_updates.add_(1) % args.target_network_frequency == 0  # whether it is the targets' turn to follow
         move_towards(target_weights, critic_optimizer.weights, args.tau * is_due)
         return obs, *q.detach().mean(1), *critic_losses.detach(), critic_losses.detach().mean()
 
@@ -277,13 +278,13 @@ def train(args: Args) -> Path:
         obs, done, num_rows = next_obs, terminated | truncated, int(valid.sum())
         run.episodes += statistics.update(reward[None], done[None], valid[None])
         run.step += num_rows
-        num_steps = (args.gradient_steps or num_rows) if num_rows and run.step > first_update else 0
+        num_due = (args.gradient_steps or num_rows) if num_rows and run.step > first_update else 0
         # Where only critics will learn, the policy acts first: so a GPU learns while the environment steps
-        if 0 < num_steps < args.policy_frequency - run.num_updates % args.policy_frequency and not run.is_due():
+        if 0 < num_due < args.policy_frequency - run.num_updates % args.policy_frequency and not run.is_due():
             courier.ask(obs)
 
         # Learn
-        for _ in range(num_steps):
+        for _ in range(num_due):
             run.num_updates += 1
             if run.num_updates % args.policy_frequency == 0:
                 losses = update_both()
@@ -298,7 +299,7 @@ def train(args: Args) -> Path:
 
 def load_policy(checkpoint: dict, envs: "Envs"):
     """The deterministic policy of a checkpoint: observation (N, O) -> the squashed mean of the action (N, A)."""
-    actor = Actor(envs.obs_dim, envs.action_space)
+    actor = Actor(envs.obs_dim, envs.action_space, checkpoint["args"].get("bf16", False))
     actor.eval().load_state_dict(checkpoint["actor"])
 
     @torch.no_grad()
@@ -352,12 +353,12 @@ class ReplayBuffer(nn.Module):
     def sample(self, batch_size: int) -> tuple[Tensor, ...]:
         """Rows drawn with replacement: observation (B, O), action (B, A), reward (B,), next observation, terminated."""
         size = self.num_written.clamp(max=len(self.rows))
-        index = torch.randint(2**40, (batch_size,), device=self.rows.device) % size
+        index = torch.randint(2**40, (batch_size,), device=self.rows.device) % size  # a tensor is no bound of randint
         obs, action, reward, next_obs, terminated = self.rows[index].split(self.widths, dim=1)
         return obs, action, reward.squeeze(1), next_obs, terminated.squeeze(1)
 
     def state_dict(self) -> dict:
-        """Without a copy of the rows: by way of NumPy, torch.save takes the rows that are in use for all there is."""
+        """The rows in use, not copied: of a slice torch.save would write the whole tensor, but not by way of NumPy."""
         rows = self.rows[: int(self.num_written)]
         return {"rows": torch.from_numpy(rows.cpu().numpy()), "num_written": self.num_written.cpu()}
 
@@ -472,7 +473,7 @@ class Adam(nn.Module):
         self.steps.add_(1)
         self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would compute a power anew every few weights
         beta1, beta2 = self.betas
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # the formula: what you change here or in the kernel's call, change in both
             gradient = torch.cat([g.reshape(-1) for g in gradients])
             self.exp_avg.lerp_(gradient, 1 - beta1)
             self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
@@ -598,7 +599,7 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
 
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
-    """Raise a ValueError at a NaN or infinity; but nobody looks at what follows a termination: there it becomes 0."""
+    """Raise a ValueError at a NaN or infinity; in terminal observations, whose value does not count, it is set to 0."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
         obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
@@ -652,7 +653,7 @@ class Envs:
                 self.action_space = self.vector.single_action_space
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
         except Exception as error:  # whatever a constructor brings up
-            fail(f"can't make environment {args.env_id}: {type(error).__name__}: {error}")
+            fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}")
         self.action_shape = (len(seeds), *(self.action_space.shape or ()))  # those of some spaces are None
         where = "threads" if self.backend == "envpool" else "this process" if in_process else "worker processes"
         self.summary = f"environments: {len(seeds)} by {self.backend}, in {where}"
@@ -728,7 +729,7 @@ def set_matmul_precision(precision: str, device: torch.device) -> None:
     """Set how float32 matrices are multiplied; `auto`: by TF32 on CUDA, on a CPU the fastest way that is as exact.
 
     On CPUs of other makers than Intel, oneDNN (`medium`) is up to twice as fast as MKL, and as exact if it does not
-    round to bfloat16. That is measured, not clocked, so that a machine decides the same each time.
+    round to bfloat16. Errors are measured, not times, so that a machine decides the same each time.
     """
     if precision == "auto" and device.type == "cuda":
         precision = "high"
@@ -836,7 +837,7 @@ def lock(file) -> bool:
 class Run:
     """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
 
-    At the first SIGINT or SIGTERM `stopped_by` is set, and the loop is to end. The second one kills.
+    At the first SIGINT or SIGTERM `stopped_by` is set, and the loop is to end. A second one of the same kind kills.
     """
 
     def __init__(self, args: Args):
@@ -853,7 +854,7 @@ class Run:
         torch.manual_seed(self.args.seed)
 
     def env_seeds(self, num_envs: int) -> list[int]:
-        """A seed for each environment: 31 bits, as EnvPool takes them. No other run has it, nor had this one before."""
+        """A seed for each environment: 31 bits, as EnvPool takes them; others for each run, and after a resume."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
     def restore(self) -> None:
@@ -964,13 +965,13 @@ class Run:
         metrics |= {f"info/{key}": sum(values) / len(values) for key, values in self.envs.infos.items()}
         for name, value in metrics.items():
             if not math.isfinite(value):
-                sys.exit(f"error: {name} is {value} at step {self.step}; the last checkpoint is from {self.saved_step}")
+                sys.exit(f"error: {name} is {value} at step {self.step}; {self.hint()}")
             if self.writer:
                 self.writer.add_scalar(name, value, self.step)
         try:
             self.file.write(json.dumps({"global_step": self.step, "seconds": round(seconds, 3), **metrics}) + "\n")
         except OSError as error:
-            sys.exit(f"error: can't write the log: {error}; the last checkpoint is from {self.saved_step}")
+            sys.exit(f"error: can't write the log: {error}; {self.hint()}")
         self.bar.set_postfix({"return": f"{np.mean(self.returns or [math.nan]):.1f}"}, refresh=False)
         self.bar.update(self.step - self.logged_step)
         self.logged_step, self.seconds = self.step, seconds
@@ -984,8 +985,7 @@ class Run:
         """Write the checkpoint beside the old one, then put it in its place: at any moment the disk has a whole one."""
         modules = [part for part in self.state.values() if isinstance(part, nn.Module)]
         if not all(weight.isfinite().all() for module in modules for weight in module.parameters()):
-            where = f"at step {self.step}; the last checkpoint is from {self.saved_step}"
-            sys.exit(f"error: weights are NaN or infinite {where}")
+            sys.exit(f"error: weights are NaN or infinite at step {self.step}; {self.hint()}")
         state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng}
         state |= {"script": Path(__file__).name, "args": asdict(self.args), "seconds": self.seconds}
         state |= {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
@@ -998,8 +998,12 @@ class Run:
             new.replace(self.dir / "checkpoint.pt")
         except (OSError, RuntimeError) as error:
             new.unlink(missing_ok=True)
-            sys.exit(f"error: can't write a checkpoint: {error}; the last one is of step {self.saved_step}")
+            sys.exit(f"error: can't write a checkpoint: {error}; {self.hint()}")
         self.saved_step = self.step
+
+    def hint(self) -> str:
+        """How to go on once the run has ended."""
+        return f"to go on from step {self.saved_step}: --resume {self.dir}" if self.saved_step else "nothing saved yet"
 
     def goes_on(self) -> bool:
         return self.step < self.args.total_timesteps and self.stopped_by is None
@@ -1027,9 +1031,8 @@ class Run:
             self.writer.close()
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
-        hint = f"to go on: --resume {self.dir}" if self.saved_step else "there is no checkpoint yet"
         if error:
-            sys.exit(f"error: {error}, at step {self.step}; {hint}")
+            sys.exit(f"error: {error}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
             print("this run was finished before; a greater --total-timesteps lets it go on")
         print(
@@ -1037,7 +1040,7 @@ class Run:
             f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"
         )
         if self.stopped_by is not None:
-            print(f"stopped by a signal; {hint}", file=sys.stderr)
+            print(f"stopped by a signal; {self.hint()}", file=sys.stderr)
             sys.exit(128 + self.stopped_by)
         return self.dir
 

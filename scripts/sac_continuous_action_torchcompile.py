@@ -16,8 +16,8 @@ Its eager twin is `sac_continuous_action.py`; the diff of the two shows all that
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = of an action, P = number of parameters.
 
 Departures from CleanRL's script of the same name, whose settings these are: rows in which environments reset themselves
-are neither stored nor counted; there is one update for every step that is left, however many environments take them;
-the log-probability of a squashed action is exact, without a 1e-6 that keeps its logarithm from infinity; and the
+are neither stored nor counted; there is one update for each transition that is stored, however many environments bring
+them; the log-probability of a squashed action is exact, without a 1e-6 that keeps its logarithm from infinity; and the
 temperature learns from the action that the actor has just learnt from, not from another one.
 
 How to read on: settings, networks, formulas, then `train`, the algorithm. Below the rule is nothing but plumbing.
@@ -70,7 +70,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to go on with, by its own settings, from its checkpoint
-    override: tuple[str, ...] = ()  # with --resume: CHANGEABLE settings that change, as learning_rate=1e-4
+    override: tuple[str, ...] = ()  # with --resume: CHANGEABLE settings that change, as gamma=0.98
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 1_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
@@ -95,13 +95,13 @@ class Args:
     learning_starts: int = 5_000  # environment steps before the first update
     policy_lr: float = 3e-4  # learning rate of the actor
     q_lr: float = 1e-3  # learning rate of the critics, and of the temperature
-    policy_frequency: int = 2  # critic updates from one update of the actor to the next
+    policy_frequency: int = 2  # the actor learns at every n-th update of the critics
     target_network_frequency: int = 1  # updates of the critics for each update of the target networks
     gradient_steps: int | None = None  # updates after each step of all environments; by default one for each transition
     alpha: float = 0.2  # temperature, the weight of the entropy, if it is not tuned
     autotune: bool = True  # tune the temperature so that the policy's entropy comes to -A
     matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"  # auto: true float32; TF32 on CUDA
-    bf16: bool = False  # compute hidden layers in bfloat16; weights, last layers and loss stay in float32
+    bf16: bool = False  # compute inner layers in bfloat16; weights, first and last layers and loss stay in float32
 
     # compile: two switches, to see what each of the two steps gives
     compile: bool = True  # fuse the operations of a step, from sampling to Adam, into a few kernels
@@ -114,6 +114,7 @@ METRICS = (
 )  # fmt: skip
 # The least and the greatest value of a setting; of others, integers are 1 or more, floats 0 or more
 LIMITS = {"seed": (0, 2**63 - 1), "learning_starts": (0, math.inf), "gamma": (0, 1), "tau": (0, 1)}
+LIMITS["alpha"] = (1e-9, math.inf)  # its logarithm is kept
 CHANGEABLE = "gamma", "tau", "batch_size", "policy_lr", "q_lr", "policy_frequency", "gradient_steps"
 
 
@@ -193,8 +194,8 @@ def train(args: Args) -> Path:
     """Train from the start, or from a checkpoint, to the end; returns the run's folder. Wrong input: SystemExit(2)."""
     run = Run(args)
     args, device = run.args, run.device
-    if args.alpha == 0 and not args.autotune:
-        fail("--alpha must be more than 0")
+    if args.alpha != Args.alpha and args.autotune:
+        print("note: --alpha is for --no-autotune; a temperature that is tuned starts at 1", file=sys.stderr)
     if args.buffer_size < args.num_envs:
         fail(f"--buffer-size {args.buffer_size} is less than what one step of {args.num_envs} environments brings")
     torch.set_num_threads(min(4, num_cores()))  # products of this size do not gain by more
@@ -214,16 +215,18 @@ def train(args: Args) -> Path:
     critic, critics = critics[0], from_modules(*critics)
     critics = TensorDictParams(critics.apply(lambda x: x.mT.contiguous() if x.ndim == 3 else x))
 
-    def q_values(critics, obs: Tensor, action: Tensor) -> Tensor:
+    def q_values(ensemble, obs: Tensor, action: Tensor) -> Tensor:
         """The value according to each critic: observation (B, O), action (B, A) -> (2, B)."""
         # compile: vmap runs the critics as one network with batched weights, in half as many kernels
-        stacks = {".".join(key): stack for key, stack in critics.items(include_nested=True, leaves_only=True)}
-        weights = {name: stack.mT if stack.ndim == 3 else stack for name, stack in stacks.items()}
-        return torch.vmap(partial(functional_call, critic), in_dims=(0, None))(weights, (obs, action))
+        stacks = ensemble.flatten_keys(".").items()
+        weights = {name: stack.mT if stack.ndim == 3 else stack for name, stack in stacks}
+        call = torch.vmap(partial(functional_call, critic), in_dims=(0, None), randomness="different")  # for dropout
+        return call(weights, (obs, action))
 
     target_critics = deepcopy(critics)
     actor_optimizer, critic_optimizer = Adam(actor, args.policy_lr), Adam(critics, args.q_lr)
     alpha_optimizer, target_weights = Adam(temperature, args.q_lr), list(target_critics.parameters())
+    num_updates = torch.tensor(run.num_updates, device=device)  # on the device, so that a graph reads it anew
     buffer = ReplayBuffer(args.buffer_size, envs.obs_dim, action_dim, device)
 
     @torch.no_grad()
@@ -241,8 +244,7 @@ def train(args: Args) -> Path:
         q = q_values(critics, obs, action)
         critic_losses = (q - target_q).square().mean(1)
         critic_optimizer.step(torch.autograd.grad(critic_losses.sum(), critic_optimizer.weights))
-        # The targets follow; whether it is their turn is a tensor, so that a graph reads it anew
-        is_due = critic_optimizer.steps % args.target_network_frequency == 0
+        is_due = num_updates.add_(1) % args.target_network_frequency == 0  # whether it is the targets' turn to follow
         move_towards(target_weights, critic_optimizer.weights, args.tau * is_due)
         return obs, *q.detach().mean(1), *critic_losses.detach(), critic_losses.detach().mean()
 
@@ -301,13 +303,13 @@ def train(args: Args) -> Path:
         obs, done, num_rows = next_obs, terminated | truncated, int(valid.sum())
         run.episodes += statistics.update(reward[None], done[None], valid[None])
         run.step += num_rows
-        num_steps = (args.gradient_steps or num_rows) if num_rows and run.step > first_update else 0
+        num_due = (args.gradient_steps or num_rows) if num_rows and run.step > first_update else 0
         # Where only critics will learn, the policy acts first: so a GPU learns while the environment steps
-        if 0 < num_steps < args.policy_frequency - run.num_updates % args.policy_frequency and not run.is_due():
+        if 0 < num_due < args.policy_frequency - run.num_updates % args.policy_frequency and not run.is_due():
             courier.ask(obs)
 
         # Learn
-        for _ in range(num_steps):
+        for _ in range(num_due):
             run.num_updates += 1
             if run.num_updates % args.policy_frequency == 0:
                 losses = update_both()
@@ -322,7 +324,7 @@ def train(args: Args) -> Path:
 
 def load_policy(checkpoint: dict, envs: "Envs"):
     """The deterministic policy of a checkpoint: observation (N, O) -> the squashed mean of the action (N, A)."""
-    actor = Actor(envs.obs_dim, envs.action_space)
+    actor = Actor(envs.obs_dim, envs.action_space, checkpoint["args"].get("bf16", False))
     actor.eval().load_state_dict(checkpoint["actor"])
 
     @torch.no_grad()
@@ -376,12 +378,12 @@ class ReplayBuffer(nn.Module):
     def sample(self, batch_size: int) -> tuple[Tensor, ...]:
         """Rows drawn with replacement: observation (B, O), action (B, A), reward (B,), next observation, terminated."""
         size = self.num_written.clamp(max=len(self.rows))
-        index = torch.randint(2**40, (batch_size,), device=self.rows.device) % size
+        index = torch.randint(2**40, (batch_size,), device=self.rows.device) % size  # a tensor is no bound of randint
         obs, action, reward, next_obs, terminated = self.rows[index].split(self.widths, dim=1)
         return obs, action, reward.squeeze(1), next_obs, terminated.squeeze(1)
 
     def state_dict(self) -> dict:
-        """Without a copy of the rows: by way of NumPy, torch.save takes the rows that are in use for all there is."""
+        """The rows in use, not copied: of a slice torch.save would write the whole tensor, but not by way of NumPy."""
         rows = self.rows[: int(self.num_written)]
         return {"rows": torch.from_numpy(rows.cpu().numpy()), "num_written": self.num_written.cpu()}
 
@@ -496,7 +498,7 @@ class Adam(nn.Module):
         self.steps.add_(1)
         self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would compute a power anew every few weights
         beta1, beta2 = self.betas
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # the formula: what you change here or in the kernel's call, change in both
             gradient = torch.cat([g.reshape(-1) for g in gradients])
             self.exp_avg.lerp_(gradient, 1 - beta1)
             self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
@@ -518,10 +520,10 @@ class Adam(nn.Module):
 def compiled(device: torch.device, *functions):
     """The functions, each compiled into one graph, gradients included; SystemExit(2) where nothing can be compiled.
 
-    A graph that breaks at the gradient takes 3.5 times as long. Three things save some twentieths each: on a CPU, to
-    launch kernels from C++ instead of Python and to draw random numbers by PyTorch's own kernels; and, at each call, to
-    check that tensors are as they were but nothing else, which is left to `refuse_changes`. Starts take a second less,
-    and five with an empty cache, without a test whether the C++ compiler knows AVX; each in use does.
+    A graph that breaks at the gradient takes 3.5 times as long. On a CPU, kernels are launched from C++ instead of
+    Python, random numbers come from PyTorch's own kernels, and nothing tests whether the C++ compiler knows AVX, which
+    would take a second of each start, five with an empty cache. A call checks tensors (shape, type, device) only: what
+    else was compiled in is left to `refuse_changes`.
     """
     if device.type == "cpu":
         try:
@@ -538,65 +540,91 @@ def compiled(device: torch.device, *functions):
     return [tensors_only(torch.compile(f, fullgraph=True, options=options.copy())) for f in functions]
 
 
-def readings(name: str, value, seen: set):
+def is_own(value) -> bool:
+    """Whether a function, module, class or object is of a user's file, not of Python or of an installed package."""
+    libraries = os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__))
+    if hasattr(value, "__code__"):
+        return not value.__code__.co_filename.startswith(libraries)
+    owner = value if isinstance(value, type) else type(value)
+    module = value if isinstance(value, ModuleType) else sys.modules.get(owner.__module__)
+    file = getattr(module, "__file__", None) or libraries[0]
+    return owner.__module__ == __name__ or not file.startswith(libraries)
+
+
+def attributes_of(name: str, value) -> dict[str, tuple]:
+    """An object's or a class's attributes, those of its classes too: name -> how to read it, of what, by which key."""
+    classes, parts = value.__mro__ if isinstance(value, type) else type(value).__mro__, {}
+    for shared in [vars(x) for x in reversed(classes) if is_own(x)]:  # `getattr` makes a new method at each call
+        parts |= {f"{name}.{key}": (type(shared).get, shared, key) for key in shared if key[:2] != "__"}
+    if hasattr(value, "__dict__") and not isinstance(value, type):
+        is_open = is_own(value) or isinstance(value, nn.Module) or type(value).__name__ == "SimpleNamespace"
+        keys = [key for key, x in vars(value).items() if is_open or isinstance(x, bool | int | float | str)]
+        parts |= {f"{name}.{key}": (dict.get, vars(value), key) for key in keys}
+    return parts
+
+
+def readings(name: str, value, seen: set, names: set):
     """(name, how to read it, of what, by which key) of all that a function or object reaches by names.
 
-    `seen` gets the names in its code.
+    `seen` gets the ids of what has been looked at, `names` all names in code. Of libraries, which have caches, only
+    numbers in attributes count.
     """
-    if not isinstance(value, nn.Module):  # what became a graph, or was compiled
+    if not isinstance(value, nn.Module):  # what became a graph, was compiled, is a class's method or property
         value = getattr(value, "module", value)
         while hasattr(value, "__wrapped__"):
             value = value.__wrapped__
-    libraries = os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__))
-    file = value.__code__.co_filename if hasattr(value, "__code__") else ""
-    if id(value) in seen or file.startswith(libraries) or type(value).__module__.startswith("tensordict"):
-        return  # libraries have caches, which may change
-    seen.add(id(value))
-    file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or libraries[0]
-    is_own = type(value).__module__ == __name__ or (hasattr(value, "__dict__") and not file.startswith(libraries))
-    parts = {}
-    if hasattr(value, "__code__"):
-        for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            parts[key] = getattr, cell, "cell_contents"
+        value = value.fget if isinstance(value, property) else value
+    is_function, is_module = hasattr(value, "__code__"), isinstance(value, ModuleType)
+    is_closed = isinstance(value, Tensor) or type(value).__module__.startswith("tensordict")
+    if id(value) in seen or is_closed or ((is_function or is_module) and not is_own(value)):
+        return
+    if is_function:
         codes = [value.__code__, *(x for x in value.__code__.co_consts if hasattr(x, "co_names"))]
-        seen.update(x for code in codes for x in code.co_names)
-        for key in value.__globals__.keys() & {x for code in codes for x in code.co_names}:
-            parts[key] = dict.get, value.__globals__, key
+        names.update(x for code in codes for x in code.co_names)
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        parts = {key: (getattr, cell, "cell_contents") for key, cell in cells}
+        parts |= {key: (dict.get, value.__globals__, key) for key in value.__globals__.keys() & names}
+        parts |= {"self": (getattr, value, "__self__")} if hasattr(value, "__self__") and "." not in name else {}
+    elif is_module:  # modules may have one another
+        keys = vars(value).keys() & names if name.count(".") < 3 else ()
+        parts = {f"{name}.{key}": (dict.get, vars(value), key) for key in keys}
     elif isinstance(value, dict | list | tuple):
         keys = value if isinstance(value, dict) else range(len(value))
         parts = {f"{name}[{key!r}]": (type(value).__getitem__, value, key) for key in keys}
-    elif isinstance(value, nn.Module) or is_own or type(value).__name__ == "SimpleNamespace":
-        shared = vars(type(value)) if is_own else ()
-        parts = {f"{name}.{key}": (getattr, type(value), key) for key in shared if key[:2] != "__"}
-        parts |= {f"{name}.{key}": (dict.get, vars(value), key) for key in vars(value)}
+    else:
+        parts = attributes_of(name, value)
+        if isinstance(value, nn.Module) and not is_own(value):  # what a library's layer reads, no code here names
+            names.update(key for key, x in vars(value).items() if isinstance(x, bool | int | float | str))
+    seen.update([] if is_module else [id(value)])  # other code may name other parts of a module
     for key, (read, *source) in parts.items():
         part = read(*source)
-        yield from () if hasattr(part, "__spec__") else [(key, read, *source)]  # modules stay
-        yield from readings(key, part, seen)
+        yield from () if isinstance(part, ModuleType) else [(key, read, *source)]  # modules stay
+        yield from readings(key, part, seen, names)
 
 
 def refuse_changes(function):
     """The function; but before each call it is checked that all it reads, numbers and objects, is that of the first.
 
     Compiled code and CUDA graphs keep what they have read at first: a change would be ignored in silence. So it ends
-    the program, with its name and exit code 2. Tensors may change in place. A check takes some microseconds.
+    the program, with its name and exit code 2, compiled or not. Tensors may change in place. A check takes some
+    microseconds.
     """
-    call, names, groups, first, ids = tensors_only(function), [], [], [], []
+    call, found_names, groups, first, ids = tensors_only(function), [], [], [], []
 
     def checked(*inputs):
         if not groups:
-            seen = {"training"}
-            found = list(readings("", function, seen))  # of attributes, those count that some code names
-            found = [x for x in found if "." not in x[0] or x[0][-1] == "]" or x[0].rpartition(".")[2] in seen]
+            names = {"training"}
+            found = list(readings("", function, set(), names))  # of attributes, those count that some code names
+            found = [x for x in found if "." not in x[0] or x[0][-1] == "]" or x[0].rpartition(".")[2] in names]
             for how in dict.fromkeys(x[1] for x in found):
                 group = [x for x in found if x[1] is how]
-                names.extend(x[0] for x in group)
+                found_names.extend(x[0] for x in group)
                 groups.append((how, [x[2] for x in group], [x[3] for x in group]))
             first[:] = [x for group in groups for x in map(*group)]
             ids[:] = map(id, first)
         now = [x for group in groups for x in map(*group)]
         if [*map(id, now)] != ids:
-            check_equal(names, first, now)
+            check_equal(found_names, first, now)
         return call(*inputs)
 
     return checked
@@ -607,7 +635,9 @@ def tensors_only(function):
 
     def checked(*inputs):
         if not all(isinstance(x, Tensor) for x in inputs):
-            fail("a compiled function got an argument that is no tensor: it would keep the first one")
+            i, x = next((i, x) for i, x in enumerate(inputs, 1) if not isinstance(x, Tensor))
+            what = f"argument {i}, {x!r}, of `{getattr(function, '__name__', 'a compiled function')}`"
+            fail(f"{what} is no tensor: compiled code would keep the first one; make it a tensor")
         return function(*inputs)
 
     checked.__wrapped__ = function
@@ -620,6 +650,8 @@ def check_equal(names: list[str], first: list, now: list) -> None:
         is_number = isinstance(old, bool | int | float | str | np.generic | None)
         if is_number and (type(new) is not type(old) or new != old):
             advice = "make it a tensor on the learner's device and change it in place, like `optimizer.learning_rate`"
+            if name.endswith("training"):
+                advice = "a copy of the module, by deepcopy, can be in the other mode all the time"
             fail(f"`{name}` was {old} when this was compiled and is {new} now: {advice}")
         if not is_number and new is not old:
             fail(f"`{name}` is another {type(old).__name__} than when this was compiled: change it in place")
@@ -732,7 +764,7 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
 
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
-    """Raise a ValueError at a NaN or infinity; but nobody looks at what follows a termination: there it becomes 0."""
+    """Raise a ValueError at a NaN or infinity; in terminal observations, whose value does not count, it is set to 0."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
         obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
@@ -786,7 +818,7 @@ class Envs:
                 self.action_space = self.vector.single_action_space
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
         except Exception as error:  # whatever a constructor brings up
-            fail(f"can't make environment {args.env_id}: {type(error).__name__}: {error}")
+            fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}")
         self.action_shape = (len(seeds), *(self.action_space.shape or ()))  # those of some spaces are None
         where = "threads" if self.backend == "envpool" else "this process" if in_process else "worker processes"
         self.summary = f"environments: {len(seeds)} by {self.backend}, in {where}"
@@ -862,7 +894,7 @@ def set_matmul_precision(precision: str, device: torch.device) -> None:
     """Set how float32 matrices are multiplied; `auto`: by TF32 on CUDA, on a CPU the fastest way that is as exact.
 
     On CPUs of other makers than Intel, oneDNN (`medium`) is up to twice as fast as MKL, and as exact if it does not
-    round to bfloat16. That is measured, not clocked, so that a machine decides the same each time.
+    round to bfloat16. Errors are measured, not times, so that a machine decides the same each time.
     """
     if precision == "auto" and device.type == "cuda":
         precision = "high"
@@ -970,7 +1002,7 @@ def lock(file) -> bool:
 class Run:
     """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
 
-    At the first SIGINT or SIGTERM `stopped_by` is set, and the loop is to end. The second one kills.
+    At the first SIGINT or SIGTERM `stopped_by` is set, and the loop is to end. A second one of the same kind kills.
     """
 
     def __init__(self, args: Args):
@@ -987,7 +1019,7 @@ class Run:
         torch.manual_seed(self.args.seed)
 
     def env_seeds(self, num_envs: int) -> list[int]:
-        """A seed for each environment: 31 bits, as EnvPool takes them. No other run has it, nor had this one before."""
+        """A seed for each environment: 31 bits, as EnvPool takes them; others for each run, and after a resume."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
     def restore(self) -> None:
@@ -1098,13 +1130,13 @@ class Run:
         metrics |= {f"info/{key}": sum(values) / len(values) for key, values in self.envs.infos.items()}
         for name, value in metrics.items():
             if not math.isfinite(value):
-                sys.exit(f"error: {name} is {value} at step {self.step}; the last checkpoint is from {self.saved_step}")
+                sys.exit(f"error: {name} is {value} at step {self.step}; {self.hint()}")
             if self.writer:
                 self.writer.add_scalar(name, value, self.step)
         try:
             self.file.write(json.dumps({"global_step": self.step, "seconds": round(seconds, 3), **metrics}) + "\n")
         except OSError as error:
-            sys.exit(f"error: can't write the log: {error}; the last checkpoint is from {self.saved_step}")
+            sys.exit(f"error: can't write the log: {error}; {self.hint()}")
         self.bar.set_postfix({"return": f"{np.mean(self.returns or [math.nan]):.1f}"}, refresh=False)
         self.bar.update(self.step - self.logged_step)
         self.logged_step, self.seconds = self.step, seconds
@@ -1118,8 +1150,7 @@ class Run:
         """Write the checkpoint beside the old one, then put it in its place: at any moment the disk has a whole one."""
         modules = [part for part in self.state.values() if isinstance(part, nn.Module)]
         if not all(weight.isfinite().all() for module in modules for weight in module.parameters()):
-            where = f"at step {self.step}; the last checkpoint is from {self.saved_step}"
-            sys.exit(f"error: weights are NaN or infinite {where}")
+            sys.exit(f"error: weights are NaN or infinite at step {self.step}; {self.hint()}")
         state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng}
         state |= {"script": Path(__file__).name, "args": asdict(self.args), "seconds": self.seconds}
         state |= {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
@@ -1132,8 +1163,12 @@ class Run:
             new.replace(self.dir / "checkpoint.pt")
         except (OSError, RuntimeError) as error:
             new.unlink(missing_ok=True)
-            sys.exit(f"error: can't write a checkpoint: {error}; the last one is of step {self.saved_step}")
+            sys.exit(f"error: can't write a checkpoint: {error}; {self.hint()}")
         self.saved_step = self.step
+
+    def hint(self) -> str:
+        """How to go on once the run has ended."""
+        return f"to go on from step {self.saved_step}: --resume {self.dir}" if self.saved_step else "nothing saved yet"
 
     def goes_on(self) -> bool:
         return self.step < self.args.total_timesteps and self.stopped_by is None
@@ -1161,9 +1196,8 @@ class Run:
             self.writer.close()
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
-        hint = f"to go on: --resume {self.dir}" if self.saved_step else "there is no checkpoint yet"
         if error:
-            sys.exit(f"error: {error}, at step {self.step}; {hint}")
+            sys.exit(f"error: {error}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
             print("this run was finished before; a greater --total-timesteps lets it go on")
         print(
@@ -1171,7 +1205,7 @@ class Run:
             f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"
         )
         if self.stopped_by is not None:
-            print(f"stopped by a signal; {hint}", file=sys.stderr)
+            print(f"stopped by a signal; {self.hint()}", file=sys.stderr)
             sys.exit(128 + self.stopped_by)
         return self.dir
 

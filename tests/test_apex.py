@@ -508,6 +508,7 @@ def test_a_network_that_diverges_ends_the_run_in_one_line(train, num_runners):
     with pytest.raises(SystemExit) as end:
         train(num_runners=num_runners, learning_rate=1e30, total_timesteps=2000, log_every=1500, checkpoint_every=10**6)
     assert "NaN or infinite" in end.value.code and "\n" not in end.value.code
+    assert end.value.code.endswith("; nothing saved yet")
 
 
 def test_settings_that_cannot_work_are_refused(capfd):

@@ -119,6 +119,9 @@ def of_the_file(lines: str) -> Change:
 SCHEDULE = "args.ent_coef * (1 - iteration / num_iterations)"
 CLASS_ATTRIBUTE = "    sharpness = 1.0\n\n    def __init__(self, obs_dim: int, num_actions: int):\n"
 LOGITS = "self.actor(obs).log_softmax(1)"
+INIT = "    def __init__(self, obs_dim: int, num_actions: int):\n"
+CRITIC = "mlp(obs_dim, 1, output_gain=1.0)"
+SHARP = "def sharp(self):\n        return SHARPNESS"
 
 
 class Way(NamedTuple):
@@ -247,6 +250,61 @@ WAYS = {
             in_the_loop("settings.ent_coef *= 0.9"),
         ],
     ),
+    "an attribute of a plain class": Way(
+        "`Config.scale`",
+        [
+            of_the_file("class Config:\n    scale = 0.01"),
+            (BONUS, "Config.scale * entropy"),
+            in_the_loop("Config.scale *= 0.9"),
+        ],
+    ),
+    "an attribute of another module": Way(
+        "`tiny_envs.bonus`",
+        [
+            of_the_file("import tiny_envs\n\ntiny_envs.bonus = 0.01"),
+            (BONUS, "tiny_envs.bonus * entropy"),
+            in_the_loop("tiny_envs.bonus *= 0.9"),
+        ],
+    ),
+    "a setting of a library's layer": Way(
+        ".p`",
+        [
+            (
+                "self.critic = mlp(obs_dim, 1, output_gain=1.0)",
+                f"self.critic = nn.Sequential({CRITIC}, nn.Dropout(0.1))",
+            ),
+            in_the_loop("agent.critic[1].p = 0.1 * iteration"),
+        ],
+    ),
+    "a global in an inherited method": Way(
+        "`SHARPNESS`",
+        [
+            of_the_file(f"SHARPNESS = 1.0\n\n\nclass Base(nn.Module):\n    {SHARP}"),
+            ("class ActorCritic(nn.Module)", "class ActorCritic(Base)"),
+            ("    run = Run(args)\n", "    global SHARPNESS\n    run = Run(args)\n"),
+            (LOGITS, "(self.sharp() * self.actor(obs)).log_softmax(1)"),
+            in_the_loop("SHARPNESS += 0.1"),
+        ],
+    ),
+    "a global in a property": Way(
+        "`SHARPNESS`",
+        [
+            of_the_file("SHARPNESS = 1.0"),
+            (INIT, f"    @property\n    {SHARP}\n\n{INIT}"),
+            ("    run = Run(args)\n", "    global SHARPNESS\n    run = Run(args)\n"),
+            (LOGITS, "(self.sharp * self.actor(obs)).log_softmax(1)"),
+            in_the_loop("SHARPNESS += 0.1"),
+        ],
+    ),
+    "an attribute behind a method": Way(
+        "`self.rate`",
+        [
+            of_the_file("class Decay:\n    rate = 0.01\n\n    def of(self, x):\n        return self.rate * x"),
+            before_the_loop("decay = Decay()\n    bonus = decay.of"),
+            (BONUS, "bonus(entropy)"),
+            in_the_loop("decay.rate *= 0.9"),
+        ],
+    ),
     "nothing, then a number": Way(
         "`bonus`",
         [
@@ -313,6 +371,13 @@ def test_every_twin_refuses_a_setting_that_changes(copy, train_copy, capsys, nam
     assert end.value.code == 2 and setting in capsys.readouterr().err
 
 
+def test_methods_of_a_class_are_no_change(copy, train_copy):
+    """Python makes a new object of a classmethod at each access."""
+    methods = f"    @classmethod\n    def sharp(cls):\n        return 1.0\n\n{INIT}"
+    change = (LOGITS, "(self.sharp() * self.actor(obs)).log_softmax(1)")
+    assert len(train_copy(copy("ppo_torchcompile", (INIT, methods), change), "ppo_torchcompile", compile=False)) > 1
+
+
 STEPS = {  # a number that the loop around the compiled function counts up
     "sac_continuous_action_torchcompile": [
         ("for _ in range(args.policy_frequency)", "for k in range(args.policy_frequency)"),
@@ -334,7 +399,7 @@ def test_a_step_that_is_given_a_number_is_refused(copy, train_copy, capsys, name
     """What is compiled is called by plain functions: the number would stay what it was at first."""
     with pytest.raises(SystemExit):
         train_copy(copy(name, *STEPS[name]), name, **quick(name.removesuffix("_torchcompile")), compile=True)
-    assert "got an argument that is no tensor" in capsys.readouterr().err
+    assert re.search(r"argument \d, 0, of `\w+` is no tensor", capsys.readouterr().err)
 
 
 def test_cache_of_a_library_may_change():
@@ -415,6 +480,40 @@ def test_policy_that_acts_otherwise_than_it_learns_is_refused(copy, train_copy, 
         train_copy(copy(name, OTHER_FORWARD[name]), name)
     assert end.value.code == 2 and "the policy that acts differs" in capsys.readouterr().err
     assert not (tmp_path / "copy_run0").exists()
+
+
+NO_LOG_STD = "self.actor(obs), self.log_std, "
+
+
+def test_noise_is_of_the_std_that_forward_gives(copy, train_copy):
+    module, actions = copy("ppo_continuous_action", (NO_LOG_STD, "self.actor(obs), self.log_std.clamp(-9, -5), ")), []
+    step = module.Envs.step
+    with mock.patch.object(module.Envs, "step", lambda envs, action: (actions.append(action), step(envs, action))[1]):
+        train_copy(module, "ppo_continuous_action", total_timesteps=64, num_steps=64)
+    assert 0.001 < np.std(actions) < 0.03  # by the parameter alone it would be some 0.6
+
+
+def test_a_std_that_depends_on_the_observation_is_refused(copy, train_copy, capsys):
+    change = (NO_LOG_STD, "self.actor(obs), self.log_std + self.actor(obs), ")
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy("ppo_continuous_action", change), "ppo_continuous_action")
+    assert end.value.code == 2 and "the policy that acts differs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["sac_continuous_action", "td3_continuous_action"])
+def test_critics_with_dropout_and_a_parameter_of_their_own(copy, train_copy, name):
+    """A twin runs them as one network: each has a mask of its own, and a parameter outside of any layer is stacked."""
+    changes = [
+        ("nn.Linear(256, 1),", "nn.Dropout(0.1), nn.Linear(256, 1),"),
+        (
+            "    def forward(self, obs: Tensor, action: Tensor) -> Tensor:\n        return self.net(",
+            "        self.gain = nn.Parameter(torch.ones(1))\n\n"
+            "    def forward(self, obs: Tensor, action: Tensor) -> Tensor:\n        return self.gain * self.net(",
+        ),
+    ]
+    for twin in (name, f"{name}_torchcompile"):
+        log = train_copy(copy(twin, *changes), twin, **quick(name), **({} if twin == name else {"compile": False}))
+        assert all(np.isfinite(list(log[-1].values()))) and log[-1]["losses/qf1_loss"] != log[-1]["losses/qf2_loss"]
 
 
 def test_layers_that_look_at_the_whole_batch_cannot_act(copy, train_copy, capsys):

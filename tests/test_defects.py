@@ -445,6 +445,7 @@ def test_weights_that_are_nan_do_not_replace_a_checkpoint(train, monkeypatch, tm
     with pytest.raises(SystemExit) as end:
         train(name, checkpoint_every=100)
     assert end.value.code.startswith("error: weights are NaN or infinite at step ") and "\n" not in end.value.code
+    assert end.value.code.endswith(f": --resume {tmp_path / 'run0'}")
     assert (tmp_path / "run0" / "checkpoint.pt").read_bytes() == kept[0]
 
 

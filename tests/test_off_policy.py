@@ -4,6 +4,7 @@ import math
 from copy import deepcopy
 from itertools import pairwise
 from typing import NamedTuple
+from unittest import mock
 
 import gymnasium as gym
 import numpy as np
@@ -171,6 +172,35 @@ def test_sac_targets_move_when_due(train, total_timesteps):
     assert run["num_updates"] == total_timesteps - 100
     same = [torch.equal(run["critics"][name], target) for name, target in run["target_critics"].items()]
     assert same and all(same) == any(same) == (total_timesteps == 150)
+
+
+def test_sac_targets_take_turns_after_2_to_the_24_updates(train):
+    """From there on a count in float32 stays as it is; the optimizer's is one, as CUDA's kernel wants it."""
+    script, updates = load("sac_continuous_action"), 2**24
+    half = train("sac_continuous_action", total_timesteps=150, target_network_frequency=2)
+    steps = {"critic_optimizer": half.checkpoint["critic_optimizer"] | {"steps": torch.tensor(float(updates))}}
+    changed = half.checkpoint | steps | {"num_updates": updates}
+    changed["args"] = half.checkpoint["args"] | {"total_timesteps": 170}
+    torch.save(changed, half.run_dir / "checkpoint.pt")
+    shares, move = [], script.move_towards
+    with mock.patch.object(script, "move_towards", lambda *x: (shares.append(float(x[2])), move(*x))):
+        resume("sac_continuous_action", half.run_dir)
+    assert shares == pytest.approx([0, FAST["tau"]] * 10)
+
+
+def test_a_rounded_policy_is_played_rounded(train):
+    """By the layers that it has learnt with."""
+    script, run = load("sac_continuous_action"), train("sac_continuous_action", bf16=True, total_timesteps=120)
+    envs, obs = script.Envs(script.Args(**run.checkpoint["args"]), [1]), np.ones((1, 3), np.float32)
+    exact = run.checkpoint | {"args": run.checkpoint["args"] | {"bf16": False}}
+    with mock.patch.object(script.RoundedLinear, "forward", lambda _, x: torch.zeros_like(x)):
+        rounded = script.load_policy(run.checkpoint, envs)(obs[:, : envs.obs_dim])
+        assert (rounded != script.load_policy(exact, envs)(obs[:, : envs.obs_dim])).all()
+
+
+def test_a_temperature_that_does_not_count_is_said(train, capfd):
+    train("sac_continuous_action", total_timesteps=64, alpha=0.1)
+    assert "--alpha is for --no-autotune" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "settings"), [(name, x) for name in OFF_POLICY for x in TABLE[name].learns_with])

@@ -42,7 +42,7 @@ class Pair:
     # Limits of tests/test_scripts_agree.py that it may pass for a reason, and names of which it has a text of its own
     most_changes: int = 25  # lines above the rule in which its two scripts differ
     most_above: int = 360  # lines above the rule
-    most_lines: int = 1030  # in all
+    most_lines: int = 1040  # in all
     own_texts: tuple[str, ...] = ()
 
 
@@ -102,12 +102,12 @@ TABLE = {
             {"autotune": False, "alpha": 0.1}, {"target_network_frequency": 2}, {"matmul_precision": "medium"},
             *ACTOR_LEARNS,
         ),
-        launches=(28, 97, 310),
+        launches=(28, 98, 311),
         task=PENDULUM | {"total_timesteps": 4000, "policy_lr": 3e-3, "q_lr": 3e-3},
         goal=(-1200, -250),
         learn_value=OFF_POLICY_VALUE | {"tau": 0.2, "autotune": False, "alpha": 1e-3, "total_timesteps": 600,
                                          "batch_size": 64},
-        most_lines=1070,  # a network, its targets, a temperature, a replay buffer, bfloat16, ways to a device and back
+        most_lines=1075,  # a network, its targets, a temperature, a replay buffer, bfloat16, ways to a device and back
         most_changes=39,  # the critics are stacked
     ),
     "td3_continuous_action": Pair(

@@ -228,7 +228,8 @@ def run_all(jobs: list[Job], place: "Here | cluster_runs.Cluster", options: Opti
     waiting = [job for job in jobs if journal.states.get(job.name) != "finished"]
     slots: list[Job | None] = [None] * min(place.slots, len(jobs))
     done = len(jobs) - len(waiting)
-    with tqdm(total=len(jobs) * options.total_timesteps, unit=" steps", unit_scale=True) as bar:
+    apart = 0.1 if sys.stderr.isatty() else 60  # seconds: a file gets a line a minute
+    with tqdm(total=len(jobs) * options.total_timesteps, unit=" steps", unit_scale=True, mininterval=apart) as bar:
         try:
             while waiting or any(slots):
                 for i, job in enumerate(slots):
@@ -239,8 +240,9 @@ def run_all(jobs: list[Job], place: "Here | cluster_runs.Cluster", options: Opti
                         folder, output = options.out / "runs" / job.name, options.out / "output" / f"{job.name}.txt"
                         job.child = place.start(job.arguments, folder, output, i, partial(journal.note, job.name))
                 steps = sum(last_step(options.out / "runs" / job.name / "metrics.jsonl") for job in slots if job)
-                bar.n = done * options.total_timesteps + steps
-                bar.set_postfix_str(f"{journal.count('finished')}/{len(jobs)} runs, {journal.count('failed')} failed")
+                counts = f"{journal.count('finished')}/{len(jobs)} runs, {journal.count('failed')} failed"
+                bar.set_postfix_str(counts, refresh=False)
+                bar.update(done * options.total_timesteps + steps - bar.n)
                 time.sleep(0.5)
         finally:
             running = [job.child for job in slots if job and job.child]  # none, but after Ctrl-C
