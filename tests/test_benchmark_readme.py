@@ -148,7 +148,7 @@ def test_the_compiled_variant_of_a_gpu_has_graphs():
     result = {"script": "ppo", "env_id": "CartPole-v1", "flags": "", "contestants": contestants, "ratios": ratios}
     result["rounds"] = 3
     row = readme.speed_row(result)
-    assert row[1] == "3, 1 failed runs" and row[4:6] == ["100", "900"] and row[8:10] == ["9.0 [8.9, 9.1]", "30 / 9"]
+    assert row[1] == "3, 1 failed runs" and row[4:6] == ["100", "900"] and row[10:12] == ["9.0 [8.9, 9.1]", "30 / 9"]
     row = readme.speed_row(result | {"contestants": {"eager": contestants["eager"]}})
     assert (row[1], row[5]) == ("3", "-")
 

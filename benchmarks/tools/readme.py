@@ -87,7 +87,8 @@ def speed_row(result: dict) -> list[str]:
         row_name(result),
         f"{result['rounds']}" + f", {failed} failed runs" * bool(failed),
         *speeds,
-        *(ratios.get(pair, "-") for pair in (("eager", peers[0]), (compiled, peers[0]), (compiled, "eager"))),
+        *(ratios.get((own, peer), "-") for own in ("eager", compiled) for peer in peers),
+        ratios.get((compiled, "eager"), "-"),
         " / ".join("-" if x is None else f"{x:.0f}" for x in starts),
         f"{known[compiled] / alone:.0%} of {alone:,.0f}" if alone and compiled in known else "-",
         flags_cell(result["flags"], result["env_id"]),
@@ -108,9 +109,8 @@ def speed_section() -> list[str]:
     for (machine, peers), results in kinds.items():
         names = [throughput.PEER_NAMES[peer] for peer in peers]
         header = [f"steady environment steps/s, {machine}", "rounds", *names, "eager", "compiled"]
-        header += [f"eager / {names[0]} [95 %]"]
-        header += [f"compiled / {names[0]} [95 %]", "compiled / eager [95 %]", "first update, cold / warm (s)"]
-        header += ["compiled, of the environment alone"]
+        header += [f"{own} / {name} [95 %]" for own in ("eager", "compiled") for name in names]
+        header += ["compiled / eager [95 %]", "first update, cold / warm (s)", "compiled, of the environment alone"]
         lines += [*table_with_flags(header, [speed_row(result) for result in results]), ""]
     lines += ["All contestants in interleaved rounds of fresh processes, with the same hyperparameters, networks,"]
     lines += [
