@@ -149,9 +149,9 @@ PPO = (
             (
                 "            action[t] = policy(obs[t]) + noise[t]\n",
                 "            with torch.no_grad():\n"
-                "                mean, log_std, step_values[t] = agent(torch.from_numpy(obs[t]))\n"
+                "                mean, step_log_std, step_values[t] = agent(torch.from_numpy(obs[t]))\n"
                 "                sample = mean + torch.from_numpy(noise[t])\n"
-                "                step_log_probs[t] = normal_log_prob(sample, mean, log_std)\n"
+                "                step_log_probs[t] = normal_log_prob(sample, mean, step_log_std)\n"
                 "            action[t] = sample.numpy()\n",
             ),
             (
@@ -208,14 +208,12 @@ TD3 = (
                 "",
             ),
             (
-                "torch.vmap(partial(functional_call, critic), in_dims=(0, None))(weights, (obs, action))",
-                "torch.stack([critic(obs, action) for critic in critics])",
-            ),
-            (
-                '        stacks = {".".join(key): stack for key, stack in '
-                "critics.items(include_nested=True, leaves_only=True)}\n"
-                "        weights = {name: stack.mT if stack.ndim == 3 else stack for name, stack in stacks.items()}\n",
-                "",
+                '        stacks = ensemble.flatten_keys(".").items()\n'
+                "        weights = {name: stack.mT if stack.ndim == 3 else stack for name, stack in stacks}\n"
+                "        call = torch.vmap(partial(functional_call, critic), in_dims=(0, None), "
+                'randomness="different")  # for dropout\n'
+                "        return call(weights, (obs, action))\n",
+                "        return torch.stack([critic(obs, action) for critic in ensemble])\n",
             ),
         ),
         is_compiled=True,
