@@ -86,6 +86,7 @@ def test_a_run_goes_on_from_its_checkpoint_when_its_node_dies(cluster, on_cluste
     finally:
         if gone:
             cluster.second = cluster.add_node(num_cpus=2, object_store_memory=100_000_000)
+            cluster.wait_for_nodes()  # until Ray has noticed: else the next test's actors may go to the dead one
     assert done.returncode == 0 and "2 of 2 runs finished" in done.stdout
     ((folder, step),) = gone
     lost, other = int(folder.name[-1]), 3 - int(folder.name[-1])

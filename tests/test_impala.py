@@ -508,6 +508,7 @@ def test_a_node_that_is_gone_costs_only_its_runners(cluster, train):
     settings = {"env_id": "tiny_envs:Choose-v0", "num_runners": 6, "log_every": 500, "total_timesteps": 8000}
     with mock.patch.object(SCRIPT.Run, "log", remove):
         run = train(**settings)
+    cluster.wait_for_nodes()  # until Ray has noticed: else the next test's actors may go to the dead one
     assert gone[1][1] - gone[0][1] < 10
     assert run.lines[-1]["global_step"] >= 8000
 
