@@ -45,10 +45,15 @@ def package_versions() -> dict[str, str]:
 
 
 def cpu_model() -> str:
-    """The processor's name as Linux gives it, or the architecture."""
+    """The processor's name as Linux gives it, with its family and model, as makers sell several under one name.
+
+    Elsewhere the architecture.
+    """
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), platform.machine())
+    pairs = (line.partition(":") for line in info.read_text().splitlines()) if info.exists() else ()
+    known = {key.strip(): value.strip() for key, _, value in pairs}
+    numbers = [f"{word} {known[key]}" for word, key in (("family", "cpu family"), ("model", "model")) if key in known]
+    return known.get("model name", platform.machine()) + (f" ({', '.join(numbers)})" if numbers else "")
 
 
 def gpu_model() -> str | None:
@@ -110,7 +115,7 @@ def machine_folder(out: Path) -> Path:
     others = [json.loads(path.read_text())["provenance"] for path in out.glob("*.json")]
     if all(machine_of(other) == machine_of(here) for other in others):
         return out
-    return out / re.sub(r"\W+", "_", here["machine"]["gpu"] or here["machine"]["cpu"]).lower()
+    return out / re.sub(r"\W+", "_", here["machine"]["gpu"] or here["machine"]["cpu"]).strip("_").lower()
 
 
 def machine_of(source: dict) -> str:
