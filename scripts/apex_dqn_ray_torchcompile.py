@@ -34,6 +34,7 @@ import contextlib
 import difflib
 import importlib.util
 import io
+import itertools
 import json
 import math
 import multiprocessing
@@ -140,7 +141,7 @@ METRICS = "losses/td_loss", "losses/q_values", "losses/td_error"
 # The least and the greatest value of a setting; of others, integers are 1 or more, floats 0 or more
 LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "num_runners": (0, math.inf), "runner_restarts": (0, math.inf)}
 LIMITS |= {"replay_shards": (0, math.inf), "learning_starts": (0, math.inf), "epsilon_base": (0, 1)}
-CHANGEABLE = "learning_rate", "gamma", "target_network_frequency", "batch_size", "max_grad_norm", "num_runners"
+CHANGEABLE = "learning_rate", "target_network_frequency", "batch_size", "max_grad_norm", "num_runners"
 
 
 def space_to_depth(frames: Tensor) -> Tensor:
@@ -268,6 +269,7 @@ class Runner:
             fail(f"{args.env_id} has actions {self.actions}; this script is for Discrete actions")
         num_actions, (self.num_frames, kind) = int(self.actions.n), stack_of(space)
         self.network = QNetwork(space, num_actions, args.dueling)
+        check_layers(self.network)
         if sees_frames(space):
             self.network.to(device := torch.device("cuda" if args.gpus_per_runner else "cpu"))
             self.q_values = lambda obs: self.network(torch.from_numpy(obs).to(device)).cpu().numpy()
@@ -291,8 +293,8 @@ class Runner:
         self.clock.lap("weights")
         args, num_envs, before = self.args, len(self.obs), len(self.rows)
         spent, total = np.empty(args.fragment_steps), max(1, args.num_runners) * num_envs
-        share = (self.first_env + np.arange(num_envs)) / max(1, total - 1)
-        epsilon = args.epsilon_base ** (1 + args.epsilon_exponent * share)  # section 4.1
+        number = self.first_env + np.arange(num_envs)  # of an environment, among those of all runners
+        epsilon = args.epsilon_base ** (1 + args.epsilon_exponent * number / max(1, total - 1))  # section 4.1
         explores = self.rng.random((len(spent), num_envs)) < epsilon
         at_random = self.rng.integers(self.actions.n, size=explores.shape)
         rows = np.concatenate([self.rows, np.zeros(explores.shape, self.rows.dtype)])
@@ -310,7 +312,7 @@ class Runner:
         self.rows, new = rows[-before:], rows[before:]
         done = new["terminated"] | new["truncated"]
         episodes, ended = self.statistics.update(new["reward"], done, new["valid"]), np.argwhere(done)[:, 1]
-        greedy = (epsilon < 0.01) | (total == 1)
+        greedy = (epsilon < 0.01) | (number == total - 1)  # or the one that explores least
         report = {"version": version, "steps": int(new["valid"].sum())}
         report["episodes"] = [x for env, x in zip(ended, episodes, strict=True) if greedy[env]]
         others = [x for env, (x, _) in zip(ended, episodes, strict=True) if not greedy[env]]
@@ -558,12 +560,20 @@ def attributes_of(name: str, value) -> dict[str, tuple]:
     """An object's or a class's attributes, those of its classes too: name -> how to read it, of what, by which key."""
     classes, parts = value.__mro__ if isinstance(value, type) else type(value).__mro__, {}
     for shared in [vars(x) for x in reversed(classes) if is_own(x)]:  # `getattr` makes a new method at each call
-        parts |= {f"{name}.{key}": (type(shared).get, shared, key) for key in shared if key[:2] != "__"}
+        keys = [key for key in shared if key[:2] != "__" or key == "__call__"]
+        parts |= {f"{name}.{key}": (type(shared).get, shared, key) for key in keys}
+        # A default of the class, which the object may get a value of its own instead of; a slot
+        keys = [x for x in keys if not hasattr(shared[x], "__get__") or type(shared[x]).__name__ == "member_descriptor"]
+        parts |= {f"{name}.{key}": (getattr, value, key) for key in keys if hasattr(value, key)}
     if hasattr(value, "__dict__") and not isinstance(value, type):
         is_open = is_own(value) or isinstance(value, nn.Module) or type(value).__name__ == "SimpleNamespace"
         keys = [key for key, x in vars(value).items() if is_open or isinstance(x, bool | int | float | str)]
         parts |= {f"{name}.{key}": (dict.get, vars(value), key) for key in keys}
     return parts
+
+
+def length(container, _key) -> int:
+    return len(container)
 
 
 def readings(name: str, value, seen: set, names: set):
@@ -582,21 +592,28 @@ def readings(name: str, value, seen: set, names: set):
     if id(value) in seen or is_closed or ((is_function or is_module) and not is_own(value)):
         return
     if is_function:
-        codes = [value.__code__, *(x for x in value.__code__.co_consts if hasattr(x, "co_names"))]
-        names.update(x for code in codes for x in code.co_names)
+        codes = [value.__code__]
+        for code in codes:  # grows by those of functions within it
+            codes += [x for x in code.co_consts if hasattr(x, "co_names")]
+            names.update(code.co_names, (x for x in code.co_consts if isinstance(x, str)))  # getattr(x, "name")
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         parts = {key: (getattr, cell, "cell_contents") for key, cell in cells}
+        parts |= {f"{value.__name__}[{key}]": (getattr, value, key) for key in ("__defaults__", "__kwdefaults__")}
         parts |= {key: (dict.get, value.__globals__, key) for key in value.__globals__.keys() & names}
         parts |= {"self": (getattr, value, "__self__")} if hasattr(value, "__self__") and "." not in name else {}
     elif is_module:  # modules may have one another
         keys = vars(value).keys() & names if name.count(".") < 3 else ()
         parts = {f"{name}.{key}": (dict.get, vars(value), key) for key in keys}
-    elif isinstance(value, dict | list | tuple):
+    elif type(value).__name__ == "partial":
+        parts = {f"{name}[{key}]": (getattr, value, key) for key in ("func", "args", "keywords")}
+    elif isinstance(value, dict | list | tuple | deque):
         keys = value if isinstance(value, dict) else range(len(value))
-        parts = {f"{name}[{key!r}]": (type(value).__getitem__, value, key) for key in keys}
+        parts = {f"the length of {name}": (length, value, None)}
+        parts |= {f"{name}[{key!r}]": (type(value).__getitem__, value, key) for key in keys}
     else:
         parts = attributes_of(name, value)
-        if isinstance(value, nn.Module) and not is_own(value):  # what a library's layer reads, no code here names
+        layers = [x for x in type(value).__mro__ if issubclass(x, nn.Module) and not is_own(x)]
+        if len(layers) > 1:  # beside nn.Module itself: what a library's layer reads, no code here names
             names.update(key for key, x in vars(value).items() if isinstance(x, bool | int | float | str))
     seen.update([] if is_module else [id(value)])  # other code may name other parts of a module
     for key, (read, *source) in parts.items():
@@ -625,7 +642,10 @@ def refuse_changes(function):
                 groups.append((how, [x[2] for x in group], [x[3] for x in group]))
             first[:] = [x for group in groups for x in map(*group)]
             ids[:] = map(id, first)
-        now = [x for group in groups for x in map(*group)]
+        try:
+            now = [x for group in groups for x in map(*group)]
+        except (AttributeError, LookupError) as error:
+            fail(f"what this read when it was compiled is not there any more: {error!r}")
         if [*map(id, now)] != ids:
             check_equal(found_names, first, now)
         return call(*inputs)
@@ -634,14 +654,22 @@ def refuse_changes(function):
 
 
 def tensors_only(function):
-    """The function, compiled or a graph, with SystemExit(2) for an argument that is no tensor, which it would keep."""
+    """The function, compiled or a graph, with SystemExit(2) for an argument that is no tensor, which it would keep.
+
+    And for code that can't be compiled.
+    """
 
     def checked(*inputs):
         if not all(isinstance(x, Tensor) for x in inputs):
             i, x = next((i, x) for i, x in enumerate(inputs, 1) if not isinstance(x, Tensor))
             what = f"argument {i}, {x!r}, of `{getattr(function, '__name__', 'a compiled function')}`"
             fail(f"{what} is no tensor: compiled code would keep the first one; make it a tensor")
-        return function(*inputs)
+        try:
+            return function(*inputs)
+        except torch._dynamo.exc.Unsupported as error:
+            reason, *lines = str(error).splitlines()
+            place = [line for line in lines if line.strip().startswith("File ")][-1:]
+            fail(f"this can't be compiled: {reason}; {' '.join(place)}; --no-compile does without")
 
     checked.__wrapped__ = function
     return checked
@@ -655,6 +683,8 @@ def check_equal(names: list[str], first: list, now: list) -> None:
             advice = "make it a tensor on the learner's device and change it in place, like `optimizer.learning_rate`"
             if name.endswith("training"):
                 advice = "a copy of the module, by deepcopy, can be in the other mode all the time"
+            if name.startswith("the length of"):
+                advice = "all entries must be there from the first call on"
             fail(f"`{name}` was {old} when this was compiled and is {new} now: {advice}")
         if not is_number and new is not old:
             fail(f"`{name}` is another {type(old).__name__} than when this was compiled: change it in place")
@@ -673,8 +703,11 @@ def numpy_mlp(net: nn.Sequential):
     if not is_known or len(linear) != len(activations) + 1:
         return torch.no_grad()(lambda x: net(torch.from_numpy(x)).numpy())
     *hidden, (last_weight, last_bias) = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in linear]
+    places, calls = [x.data_ptr() for x in net.parameters()], itertools.count()
 
     def forward(x: np.ndarray) -> np.ndarray:
+        if next(calls) % 256 == 0 and [x.data_ptr() for x in net.parameters()] != places:
+            fail("weights of the policy that acts were put into another tensor: change them in place, as by `copy_`")
         for (weight, bias), activation in zip(hidden, activations, strict=True):
             x = activation(x.dot(weight) + bias)  # of arrays this small, `@` takes half a microsecond more
         return x.dot(last_weight) + last_bias
@@ -686,20 +719,27 @@ def numpy_mlp(net: nn.Sequential):
 def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     """Refuse a policy that acts, of arrays (B, O) -> (B, A), if the one that learns, of tensors, computes others.
 
-    At other weights of the module, too: at the first ones outputs are so small that much passes for equal.
+    At other weights and buffers of the module, too: at the first ones outputs are so small that much passes for equal,
+    and statistics do nothing. For small observations and for large ones, which `forward` may clip.
     """
-    obs, generator = np.random.default_rng(1).normal(size=(64, obs_dim)).astype(np.float32), torch.Generator()
-    weights = list(module.parameters())
-    first = [weight.clone() for weight in weights]
-    torch._foreach_add_(weights, [torch.randn(weight.shape, generator=generator.manual_seed(1)) for weight in weights])
+    rng, generator = np.random.default_rng(1), torch.Generator().manual_seed(1)
+    obs = (rng.normal(size=(64, obs_dim)) * np.logspace(-1, 2, 64)[:, None]).astype(np.float32)
+    state = [*module.parameters(), *module.buffers()]
+    first = [x.clone() for x in state]
+    for x in [x for x in state if x.is_floating_point()]:  # weights of either sign; buffers may be variances
+        draw, inputs = (torch.randn if isinstance(x, nn.Parameter) else torch.rand), math.prod(x.shape[1:])
+        x.add_((draw(x.shape, generator=generator) / max(1, inputs) ** 0.5).to(x.device, x.dtype))
     try:  # a row by itself, since layers may look at the whole batch
         acted = np.concatenate([acting(obs[:1]), acting(obs[1:])])
-        is_same = np.allclose(acted, learning(torch.from_numpy(obs)), rtol=1e-3, atol=1e-3)
-    except ValueError as error:  # as BatchNorm's, of a single row
+        learnt = np.broadcast_to(learning(torch.from_numpy(obs)).numpy().copy(), acted.shape)
+    except (ValueError, IndexError) as error:  # as BatchNorm's, of a single row
         fail(f"the policy can't act: {error}")
-    torch._foreach_copy_(weights, first)
-    if not is_same:
-        fail("the policy that acts differs from the one that learns: `numpy_mlp` is not all that `forward` computes")
+    finally:
+        torch._foreach_copy_(state, first)
+    scale = 1 + np.abs(obs).max(axis=1) + np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)  # of each row
+    if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
+        hint = "is not all that `forward` computes, or `forward` is random or looks at a whole batch, as Dropout does"
+        fail(f"the policy that acts differs from the one that learns: `numpy_mlp` {hint}")
 
 
 def fail(message: str) -> NoReturn:
@@ -819,9 +859,10 @@ def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) ->
 
 def numbers_in(info: dict) -> dict[str, float]:
     """The finite numbers of an `info`, such as is_success; not those that EnvPool keeps for itself."""
-    numbers = {key: x for key, x in info.items() if isinstance(x, bool | int | float | np.bool_ | np.number)}
-    is_own = ("_", "env_id", "elapsed_step")
-    return {key: float(x) for key, x in numbers.items() if math.isfinite(x) and not key.startswith(is_own)}
+    names = [key for key in info if isinstance(key, str) and not key.startswith(("_", "env_id", "elapsed_step"))]
+    numbers = {key: info[key] for key in names if isinstance(info[key], bool | int | float | np.bool_ | np.number)}
+    is_small = {key: type(x) is not int or abs(x) < 2**63 for key, x in numbers.items()}  # others fit no float
+    return {key: float(x) for key, x in numbers.items() if is_small[key] and math.isfinite(x)}
 
 
 def without(settings: dict, names: set[str]) -> dict:
@@ -866,6 +907,8 @@ class Envs:
 
     def flatten(self, obs) -> np.ndarray:
         if isinstance(self.observation_space, gym.spaces.Box):
+            if obs.size != self.num_envs * self.obs_dim:
+                raise ValueError(f"observations of shape {obs.shape[1:]}, by a space of {self.obs_dim} numbers")
             return obs.reshape(self.num_envs, -1)
         rows = [{key: obs[key][i] for key in obs} for i in range(self.num_envs)] if isinstance(obs, dict) else obs
         return np.stack([gym.spaces.flatten(self.observation_space, row) for row in rows])
@@ -886,10 +929,10 @@ class Envs:
             obs, reward, terminated, truncated, infos = self.vector.step(action.reshape(self.action_shape))
             obs = self.flatten(obs)
             check_finite(obs, reward, terminated)
+            if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
+                self.note_ends(infos, terminated | truncated)
         except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
             self.stop(self.explain(error))
-        if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
-            self.note_ends(infos, terminated | truncated)
         return obs, reward, terminated, truncated
 
     def explain(self, error: Exception) -> str:
@@ -921,6 +964,15 @@ class Envs:
             self.vector.close()
 
 
+def check_layers(module: nn.Module) -> None:
+    """Refuse layers by which a policy would act otherwise than it learns: it acts by weights, in batches of its own."""
+    kinds = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
+    found = [f"layer `{name}`, {layer}" for name, layer in module.named_modules() if isinstance(layer, kinds)]
+    found += [f"buffer `{name}`" for name, _ in module.named_buffers()]
+    if found:
+        fail(f"{found[0]}: what acts gets weights only, and in batches of its own; LayerNorm and parameters work")
+
+
 def sees_frames(space: gym.Space) -> bool:
     """Whether observations are stacks of frames of 84 x 84 bytes, as EnvPool's Atari games give them."""
     return isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and space.shape[1:] == (84, 84)
@@ -928,7 +980,7 @@ def sees_frames(space: gym.Space) -> bool:
 
 def warn_of_pixels(space: gym.Space, obs_dim: int) -> None:
     if space.dtype == np.uint8 and obs_dim > 1000 and not sees_frames(space):
-        print("note: these pixels go into an MLP; frames of 84 x 84 would go into convolutions", file=sys.stderr)
+        print("note: these pixels go into an MLP; only EnvPool's frames go into convolutions", file=sys.stderr)
 
 
 def stack_of(space: gym.Space) -> tuple[int, type]:
@@ -1181,6 +1233,19 @@ def versions() -> dict[str, str]:
     return {"python": sys.version.split()[0]} | {name: version(name).partition("+")[0] for name in names}
 
 
+class Refused(RuntimeError):
+    """What `fail` said in another process. It would say so there again, so the run ends."""
+
+
+def heard(function, *arguments):
+    """Call a function in a process of Ray's: `fail` is its death there, and nobody sees what it printed."""
+    with contextlib.redirect_stderr(io.StringIO()) as output:
+        try:
+            return function(*arguments)
+        except SystemExit:
+            raise Refused(output.getvalue().strip().splitlines()[-1].removeprefix("error: ")) from None
+
+
 class RemoteRunner:
     """A runner in a process of Ray's. An environment that breaks is an exception of `sample`."""
 
@@ -1189,15 +1254,14 @@ class RemoteRunner:
         torch.set_num_threads(max(1, int(args.cpus_per_runner)))
         if spec is not None:
             gym.registry.setdefault(spec.id, spec)  # as the learner's file may have registered it
+        random.seed(seeds[0])
+        np.random.seed(seeds[0])
+        torch.manual_seed(seeds[0])
         self.parts = args, seeds
 
     def open(self) -> dict:
         """Make the environments -> what the learner must know."""
-        with contextlib.redirect_stderr(io.StringIO()) as output:
-            try:
-                self.runner = Runner(*self.parts)
-            except SystemExit:
-                raise RuntimeError(output.getvalue().strip().splitlines()[-1].removeprefix("error: ")) from None
+        self.runner = heard(Runner, *self.parts)
         envs, node = self.runner.envs, importlib.import_module("ray").util.get_node_ip_address()
         envs.stop = self.give_up
         news = {"spaces": (envs.observation_space, envs.action_space), "backend": envs.backend}
@@ -1207,7 +1271,14 @@ class RemoteRunner:
         raise RuntimeError(message)
 
     def sample(self, *weights) -> tuple[dict, tuple[np.ndarray, ...]]:
-        return self.runner.sample(*weights)
+        return heard(self.runner.sample, *weights)
+
+
+def cause_of(error: Exception) -> str:
+    """In one line, the exception behind one of Ray's, or how a process ended."""
+    cause, details = getattr(error, "cause", None), str(error).partition("exit detail: ")[2]
+    name = "" if isinstance(cause, RuntimeError) else f"{type(cause or error).__name__}: "
+    return " ".join(f"{name}{cause or details.partition('. ')[0] or error}".split())
 
 
 class RayRunners(Runners):
@@ -1233,6 +1304,8 @@ class RayRunners(Runners):
         # Reference of a report -> index of its runner, reference of its fragment (None while the runner is starting)
         self.in_flight = {}
         self.failures = [0] * args.num_runners  # in a row
+        # What runners know of the settings; since when each owes a fragment; when one came last
+        self.sent_args, self.since, self.last_news = replace(args), [math.inf] * args.num_runners, -math.inf
         self.deadline = time.monotonic() + args.fragment_timeout
         for index in range(args.num_runners):
             self.start(index)
@@ -1261,6 +1334,7 @@ class RayRunners(Runners):
     def ask(self, index: int, count: int) -> None:
         """Let so many fragments be asked of a runner, by the newest weights."""
         asked = sum(other == index for other, _ in self.in_flight.values())
+        self.since[index] = self.since[index] if asked else time.monotonic()
         for _ in range(count - asked if self.weights else 0):
             report, fragment = self.actors[index].sample.options(num_returns=2).remote(*self.weights)
             self.in_flight[report] = index, fragment
@@ -1268,6 +1342,10 @@ class RayRunners(Runners):
     def publish(self, version: int, weights: np.ndarray, *others) -> None:
         """Ask by these weights from now on. A small vector goes along with each question, a large one is put once."""
         self.clock.lap("learning")
+        if self.args != self.sent_args:
+            name = next(x for x, value in asdict(self.sent_args).items() if value != getattr(self.args, x))
+            hint = "hand it to `publish`, as weights are, and take it in `Runner.sample`; else give it another name"
+            self.stop(f"`args.{name}` changed, but runners have what it was at the start: {hint}")
         self.weights = version, weights if weights.nbytes < 100_000 else self.ray.put(weights), *others
         for index in self.alive:
             self.ask(index, self.ahead)
@@ -1275,9 +1353,15 @@ class RayRunners(Runners):
 
     def ready(self) -> list:
         """References of what runners have done, in the order in which they were asked; within half a second."""
-        references = list(self.in_flight)
-        ready, _ = self.ray.wait(references, num_returns=len(references), timeout=0)
+        references, now = list(self.in_flight), time.monotonic()
+        ready, waiting = self.ray.wait(references, num_returns=len(references), timeout=0)
         self.queue.append(len(ready))
+        owing = {self.in_flight[x][0] for x in waiting if self.in_flight[x][1] is not None}
+        owing -= {self.in_flight[x][0] for x in ready}
+        for index in owing:
+            if now - self.since[index] > self.args.fragment_timeout and self.last_news > self.since[index]:
+                self.bury(index, TimeoutError(f"no fragment for {self.args.fragment_timeout:g} s, as others brought"))
+                references, self.deadline = list(self.in_flight), now + self.args.fragment_timeout
         if not ready and time.monotonic() > self.deadline:
             self.stop(f"no runner has done anything for {self.args.fragment_timeout:g} s; {len(self.alive)} are alive")
         return ready or self.ray.wait(references, num_returns=1, timeout=0.5)[0]
@@ -1304,7 +1388,8 @@ class RayRunners(Runners):
         if fragment is None:
             self.admit(index, news)
             return
-        self.failures[index] = 0
+        self.failures[index], self.since[index] = 0, time.monotonic()
+        self.last_news = self.since[index]
         self.late += is_late
         if self.most_stale:
             self.ask(index, 1)
@@ -1329,11 +1414,11 @@ class RayRunners(Runners):
 
     def bury(self, index: int, error: Exception) -> None:
         """Replace a runner that died, or broke; but end the run if one does so again and again."""
-        cause, details = getattr(error, "cause", None), str(error).partition("exit detail: ")[2]
-        name = "" if type(cause) is RuntimeError else f"{type(cause or error).__name__}: "
-        summary = " ".join(f"{name}{cause or details.partition('. ')[0] or error}".split())
+        cause, summary = getattr(error, "cause", None), cause_of(error)
         if cause is not None and not self.alive and not self.restarts:
             fail(summary)
+        if type(cause).__name__ == "Refused":  # by name, as it comes from another process
+            self.stop(f"runner {index} ({self.places[index]}): {summary}")
         death = f"runner {index} ({self.places.pop(index, 'not yet up')}) died: {summary}"
         self.alive.discard(index)
         self.in_flight = {x: (other, fragment) for x, (other, fragment) in self.in_flight.items() if other != index}
@@ -1374,6 +1459,8 @@ class Replay:
     def __init__(self, args: Args, runners: "Runners", device: torch.device):
         self.args, self.runners, self.device = args, runners, device
         space = runners.spaces[0]
+        if sees_frames(space) and not json.loads(args.env_kwargs).get("gray_scale", True):
+            fail("--env-kwargs gray_scale: a frame is kept once, as one plane; colours would be taken for more frames")
         size = 2 * args.batch_size * gym.spaces.flatdim(space) * np.dtype(stack_of(space)[1]).itemsize
         self.at_once = min(self.AT_ONCE, max(1, 2**26 // size))  # no more than 64 MiB of observations
         self.batches, self.errors, self.place, self.late = deque(), [], None, None
@@ -1509,10 +1596,13 @@ class ReplayShards(Replay):
         """What a shard answers; if it is dead, another takes its place, and there is no answer."""
         if index is None:
             return None  # the shard has been buried meanwhile
+        deadline = time.monotonic() + self.args.fragment_timeout
+        while not self.ray.wait([reference], timeout=0.5)[0]:
+            self.runners.run.stop_if_asked()
+            if time.monotonic() > deadline:
+                self.runners.stop(f"replay shard {index} has not answered for {self.args.fragment_timeout:g} s")
         try:
-            return self.ray.get(reference, timeout=self.args.fragment_timeout)
-        except self.ray.exceptions.GetTimeoutError:
-            self.runners.stop(f"replay shard {index} has not answered for {self.args.fragment_timeout:g} s")
+            return self.ray.get(reference)
         except self.ray.exceptions.ObjectLostError:
             self.num_lost += self.fragment_size  # it went with the machine of its runner
         except self.ray.exceptions.RayError as error:
@@ -1526,9 +1616,9 @@ class ReplayShards(Replay):
 
     def bury(self, index: int, error: Exception) -> None:
         """Replace a shard that died; what it held is lost."""
-        cause, details = getattr(error, "cause", None), str(error).partition("exit detail: ")[2]
-        summary = " ".join(f"{cause or details.partition('. ')[0] or error}".split())
-        death = f"replay shard {index} died: {summary}; {self.held(index):,} transitions are lost"
+        if getattr(error, "cause", None) is not None:  # an exception, which another process would meet again
+            self.runners.stop(f"replay shard {index}: {cause_of(error)}")
+        death = f"replay shard {index} died: {cause_of(error)}; {self.held(index):,} transitions are lost"
         if self.restarts == self.args.runner_restarts:
             self.runners.stop(f"{death}; --runner-restarts {self.restarts} are used up")
         self.restarts, self.num_lost = self.restarts + 1, self.num_lost + self.held(index)
@@ -1536,7 +1626,7 @@ class ReplayShards(Replay):
         self.adding = {reference: other for reference, other in self.adding.items() if other != index}
         self.asked = deque(pair for pair in self.asked if pair[0] != index)
         self.ray.kill(self.shards[index])
-        self.start(index)
+        self.adding[self.start(index)] = index
 
     def draw(self, count: int) -> tuple:
         """The batches that were asked for first; more of them are asked for of those that hold something."""
@@ -1558,9 +1648,11 @@ class ReplayShards(Replay):
         return (shard, place), [np.array(x) for x in rows]  # Ray's arrays can't be written to
 
     def prioritize(self, place: tuple, error: np.ndarray) -> None:
-        """Without waiting for it. A shard that is dead does not mind."""
+        """Without waiting for it; it is heard of with the next fragment. A shard that is dead does not mind."""
         shard, place = place
-        shard.prioritize.remote(place, error)
+        reference = shard.prioritize.remote(place, error)
+        for index in [index for index, other in self.shards.items() if other is shard]:
+            self.adding[reference] = index
 
     def metrics(self) -> dict[str, float]:
         held = sum(map(self.held, self.shards))
@@ -1576,6 +1668,8 @@ def validate(args: Args) -> torch.device:
             fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}")
     if vars(args).get("sync_envs") and args.env_backend == "envpool":
         fail("--sync-envs is for Gymnasium's environments; EnvPool's step in threads")
+    if vars(args).get("async_envs") and vars(args).get("env_backend") == "envpool":
+        fail("--async-envs is for Gymnasium's environments; EnvPool's step in threads")
     try:
         device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         if device.type not in ("cpu", "cuda"):
@@ -1620,6 +1714,7 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
     of_the_machine = ["resume", "override", "device", "checkpoint_every"]
     of_the_machine += ["ray_address", "fragment_timeout", "runner_restarts"]  # of scripts over Ray
+    of_the_machine += [f"{what}_per_{who}" for what in ("cpus", "gpus") for who in ("runner", "learner")]
     for name, value in given.items():
         may_change = name in of_the_machine or (name == "total_timesteps" and value > saved.total_timesteps)
         if value != getattr(saved, name) and not may_change:
@@ -1658,6 +1753,15 @@ def lock(file) -> bool:
     return True
 
 
+def check_storable(name: str, value) -> None:
+    """Refuse what a checkpoint can be written with, but not read: safe loading knows no NumPy and no own classes."""
+    parts = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list | tuple) else {}
+    for key, part in parts.items():
+        check_storable(f"{name}[{key!r}]", part)
+    if not isinstance(value, dict | list | tuple | Tensor | None) and type(value) not in (bool, int, float, str, bytes):
+        fail(f"{name} is {type(value).__name__}, which no checkpoint can hold: make it a tensor, a number, a string")
+
+
 class Run:
     """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
 
@@ -1686,7 +1790,7 @@ class Run:
         try:
             for name, part in self.state.items():
                 part.load_state_dict(self.checkpoint[name])
-        except (KeyError, RuntimeError) as error:
+        except (KeyError, RuntimeError, ValueError) as error:
             fail(f"can't resume {self.args.resume}: its checkpoint is of another version of this file: {error}")
         rng = self.checkpoint["rng"]
         random.setstate(rng["python"])
@@ -1699,6 +1803,7 @@ class Run:
     def open(self, envs, **state) -> None:
         """Load the parts of `state` from a checkpoint, to which they will be saved; open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close
+        check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
         if self.checkpoint:
             self.restore()
         self.keep_rng()
@@ -1792,8 +1897,9 @@ class Run:
                 sys.exit(f"error: {name} is {value} at step {self.step}; {self.hint()}")
             if self.writer:
                 self.writer.add_scalar(name, value, self.step)
+        line = {"global_step": self.step, "seconds": round(seconds, 3), **metrics}
         try:
-            self.file.write(json.dumps({"global_step": self.step, "seconds": round(seconds, 3), **metrics}) + "\n")
+            self.file.write(json.dumps(line, default=float) + "\n")
         except OSError as error:
             sys.exit(f"error: can't write the log: {error}; {self.hint()}")
         self.bar.set_postfix({"return": f"{np.mean(self.returns or [math.nan]):.1f}"}, refresh=False)
@@ -1858,7 +1964,7 @@ class Run:
         if error:
             sys.exit(f"error: {error}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
-            print("this run was finished before; a greater --total-timesteps lets it go on")
+            print("this run was finished before; --total-timesteps, greater by a rollout or more, lets it go on")
         print(
             f"{self.step:,} steps in {self.seconds:.1f} s, mean return of the last {len(self.returns)} episodes "
             f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"

@@ -154,6 +154,7 @@ class ActorCritic(nn.Module):
 
     def acting_copy(self) -> "ActorCritic":
         """A copy that computes the same by weights which are rounded once, when they are loaded, not at each call."""
+        check_layers(self)
         copy = deepcopy(self)
         for layer in (copy.conv2, copy.conv3, copy.hidden):
             layer.to(self.dtype)
@@ -440,6 +441,15 @@ class Adam(nn.Module):
         )  # fmt: skip
 
 
+def check_layers(module: nn.Module) -> None:
+    """Refuse layers by which a policy would act otherwise than it learns: it acts by weights, in batches of its own."""
+    kinds = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
+    found = [f"layer `{name}`, {layer}" for name, layer in module.named_modules() if isinstance(layer, kinds)]
+    found += [f"buffer `{name}`" for name, _ in module.named_buffers()]
+    if found:
+        fail(f"{found[0]}: what acts gets weights only, and in batches of its own; LayerNorm and parameters work")
+
+
 def fail(message: str) -> NoReturn:
     """End with one line and exit code 2: the input is wrong."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
@@ -581,6 +591,8 @@ def validate(args: Args) -> torch.device:
             fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}")
     if vars(args).get("sync_envs") and args.env_backend == "envpool":
         fail("--sync-envs is for Gymnasium's environments; EnvPool's step in threads")
+    if vars(args).get("async_envs") and vars(args).get("env_backend") == "envpool":
+        fail("--async-envs is for Gymnasium's environments; EnvPool's step in threads")
     try:
         device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         if device.type not in ("cpu", "cuda"):
@@ -625,6 +637,7 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
     of_the_machine = ["resume", "override", "device", "checkpoint_every"]
     of_the_machine += ["ray_address", "fragment_timeout", "runner_restarts"]  # of scripts over Ray
+    of_the_machine += [f"{what}_per_{who}" for what in ("cpus", "gpus") for who in ("runner", "learner")]
     for name, value in given.items():
         may_change = name in of_the_machine or (name == "total_timesteps" and value > saved.total_timesteps)
         if value != getattr(saved, name) and not may_change:
@@ -663,6 +676,15 @@ def lock(file) -> bool:
     return True
 
 
+def check_storable(name: str, value) -> None:
+    """Refuse what a checkpoint can be written with, but not read: safe loading knows no NumPy and no own classes."""
+    parts = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list | tuple) else {}
+    for key, part in parts.items():
+        check_storable(f"{name}[{key!r}]", part)
+    if not isinstance(value, dict | list | tuple | Tensor | None) and type(value) not in (bool, int, float, str, bytes):
+        fail(f"{name} is {type(value).__name__}, which no checkpoint can hold: make it a tensor, a number, a string")
+
+
 class Run:
     """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
 
@@ -691,7 +713,7 @@ class Run:
         try:
             for name, part in self.state.items():
                 part.load_state_dict(self.checkpoint[name])
-        except (KeyError, RuntimeError) as error:
+        except (KeyError, RuntimeError, ValueError) as error:
             fail(f"can't resume {self.args.resume}: its checkpoint is of another version of this file: {error}")
         rng = self.checkpoint["rng"]
         random.setstate(rng["python"])
@@ -704,6 +726,7 @@ class Run:
     def open(self, envs, **state) -> None:
         """Load the parts of `state` from a checkpoint, to which they will be saved; open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close
+        check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
         if self.checkpoint:
             self.restore()
         self.keep_rng()
@@ -797,8 +820,9 @@ class Run:
                 sys.exit(f"error: {name} is {value} at step {self.step}; {self.hint()}")
             if self.writer:
                 self.writer.add_scalar(name, value, self.step)
+        line = {"global_step": self.step, "seconds": round(seconds, 3), **metrics}
         try:
-            self.file.write(json.dumps({"global_step": self.step, "seconds": round(seconds, 3), **metrics}) + "\n")
+            self.file.write(json.dumps(line, default=float) + "\n")
         except OSError as error:
             sys.exit(f"error: can't write the log: {error}; {self.hint()}")
         self.bar.set_postfix({"return": f"{np.mean(self.returns or [math.nan]):.1f}"}, refresh=False)
@@ -863,7 +887,7 @@ class Run:
         if error:
             sys.exit(f"error: {error}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
-            print("this run was finished before; a greater --total-timesteps lets it go on")
+            print("this run was finished before; --total-timesteps, greater by a rollout or more, lets it go on")
         print(
             f"{self.step:,} steps in {self.seconds:.1f} s, mean return of the last {len(self.returns)} episodes "
             f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"

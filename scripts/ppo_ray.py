@@ -36,6 +36,7 @@ import copyreg
 import difflib
 import importlib.util
 import io
+import itertools
 import json
 import math
 import multiprocessing
@@ -225,6 +226,7 @@ class Runner:
         self.args, self.envs = args, open_envs(args, seeds)
         self.turns = (FirstReady if isinstance(self.envs.vector, gym.vector.AsyncVectorEnv) else LockStep)(self.envs)
         self.agent = ActorCritic(self.envs.observation_space, self.envs.action_space)
+        check_layers(self.agent)
         if self.agent.sees_frames:
             self.obs_type, self.device = np.uint8, torch.device("cuda" if args.gpus_per_runner else "cpu")
             self.agent.to(self.device)
@@ -318,9 +320,10 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
     def descend(sums: Tensor) -> Tensor:
         """One step of Adam by such sums, of all learners -> the means of the first six METRICS."""
         means = sums / sums[-1].clamp(min=1)
-        parts = zip(means[:-7].split(optimizer.sizes), optimizer.weights, strict=True)
+        num_weights = sum(optimizer.sizes)
+        parts = zip(means[:num_weights].split(optimizer.sizes), optimizer.weights, strict=True)
         optimizer.step(clip([x.view_as(weight) for x, weight in parts], args.max_grad_norm))
-        return means[-7:-1]
+        return means[num_weights:-1]
 
     def update_minibatch(index: Tensor, spread: Tensor, *batch: Tensor) -> Tensor:
         """Learn from a minibatch. Several learners exchange one vector, and take the same step."""
@@ -611,8 +614,11 @@ def numpy_mlp(net: nn.Sequential):
     if not is_known or len(linear) != len(activations) + 1:
         return torch.no_grad()(lambda x: net(torch.from_numpy(x)).numpy())
     *hidden, (last_weight, last_bias) = [(x.weight.detach().numpy().T, x.bias.detach().numpy()) for x in linear]
+    places, calls = [x.data_ptr() for x in net.parameters()], itertools.count()
 
     def forward(x: np.ndarray) -> np.ndarray:
+        if next(calls) % 256 == 0 and [x.data_ptr() for x in net.parameters()] != places:
+            fail("weights of the policy that acts were put into another tensor: change them in place, as by `copy_`")
         for (weight, bias), activation in zip(hidden, activations, strict=True):
             x = activation(x.dot(weight) + bias)  # of arrays this small, `@` takes half a microsecond more
         return x.dot(last_weight) + last_bias
@@ -624,20 +630,27 @@ def numpy_mlp(net: nn.Sequential):
 def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     """Refuse a policy that acts, of arrays (B, O) -> (B, A), if the one that learns, of tensors, computes others.
 
-    At other weights of the module, too: at the first ones outputs are so small that much passes for equal.
+    At other weights and buffers of the module, too: at the first ones outputs are so small that much passes for equal,
+    and statistics do nothing. For small observations and for large ones, which `forward` may clip.
     """
-    obs, generator = np.random.default_rng(1).normal(size=(64, obs_dim)).astype(np.float32), torch.Generator()
-    weights = list(module.parameters())
-    first = [weight.clone() for weight in weights]
-    torch._foreach_add_(weights, [torch.randn(weight.shape, generator=generator.manual_seed(1)) for weight in weights])
+    rng, generator = np.random.default_rng(1), torch.Generator().manual_seed(1)
+    obs = (rng.normal(size=(64, obs_dim)) * np.logspace(-1, 2, 64)[:, None]).astype(np.float32)
+    state = [*module.parameters(), *module.buffers()]
+    first = [x.clone() for x in state]
+    for x in [x for x in state if x.is_floating_point()]:  # weights of either sign; buffers may be variances
+        draw, inputs = (torch.randn if isinstance(x, nn.Parameter) else torch.rand), math.prod(x.shape[1:])
+        x.add_((draw(x.shape, generator=generator) / max(1, inputs) ** 0.5).to(x.device, x.dtype))
     try:  # a row by itself, since layers may look at the whole batch
         acted = np.concatenate([acting(obs[:1]), acting(obs[1:])])
-        is_same = np.allclose(acted, learning(torch.from_numpy(obs)), rtol=1e-3, atol=1e-3)
-    except ValueError as error:  # as BatchNorm's, of a single row
+        learnt = np.broadcast_to(learning(torch.from_numpy(obs)).numpy().copy(), acted.shape)
+    except (ValueError, IndexError) as error:  # as BatchNorm's, of a single row
         fail(f"the policy can't act: {error}")
-    torch._foreach_copy_(weights, first)
-    if not is_same:
-        fail("the policy that acts differs from the one that learns: `numpy_mlp` is not all that `forward` computes")
+    finally:
+        torch._foreach_copy_(state, first)
+    scale = 1 + np.abs(obs).max(axis=1) + np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)  # of each row
+    if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
+        hint = "is not all that `forward` computes, or `forward` is random or looks at a whole batch, as Dropout does"
+        fail(f"the policy that acts differs from the one that learns: `numpy_mlp` {hint}")
 
 
 def fail(message: str) -> NoReturn:
@@ -757,9 +770,10 @@ def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) ->
 
 def numbers_in(info: dict) -> dict[str, float]:
     """The finite numbers of an `info`, such as is_success; not those that EnvPool keeps for itself."""
-    numbers = {key: x for key, x in info.items() if isinstance(x, bool | int | float | np.bool_ | np.number)}
-    is_own = ("_", "env_id", "elapsed_step")
-    return {key: float(x) for key, x in numbers.items() if math.isfinite(x) and not key.startswith(is_own)}
+    names = [key for key in info if isinstance(key, str) and not key.startswith(("_", "env_id", "elapsed_step"))]
+    numbers = {key: info[key] for key in names if isinstance(info[key], bool | int | float | np.bool_ | np.number)}
+    is_small = {key: type(x) is not int or abs(x) < 2**63 for key, x in numbers.items()}  # others fit no float
+    return {key: float(x) for key, x in numbers.items() if is_small[key] and math.isfinite(x)}
 
 
 def without(settings: dict, names: set[str]) -> dict:
@@ -804,6 +818,8 @@ class Envs:
 
     def flatten(self, obs) -> np.ndarray:
         if isinstance(self.observation_space, gym.spaces.Box):
+            if obs.size != self.num_envs * self.obs_dim:
+                raise ValueError(f"observations of shape {obs.shape[1:]}, by a space of {self.obs_dim} numbers")
             return obs.reshape(self.num_envs, -1)
         rows = [{key: obs[key][i] for key in obs} for i in range(self.num_envs)] if isinstance(obs, dict) else obs
         return np.stack([gym.spaces.flatten(self.observation_space, row) for row in rows])
@@ -824,10 +840,10 @@ class Envs:
             obs, reward, terminated, truncated, infos = self.vector.step(action.reshape(self.action_shape))
             obs = self.flatten(obs)
             check_finite(obs, reward, terminated)
+            if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
+                self.note_ends(infos, terminated | truncated)
         except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
             self.stop(self.explain(error))
-        if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
-            self.note_ends(infos, terminated | truncated)
         return obs, reward, terminated, truncated
 
     def explain(self, error: Exception) -> str:
@@ -913,6 +929,15 @@ class FirstReady:
         return (before, ready), (before + 1, ready), following, (obs, reward, terminated, truncated)
 
 
+def check_layers(module: nn.Module) -> None:
+    """Refuse layers by which a policy would act otherwise than it learns: it acts by weights, in batches of its own."""
+    kinds = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
+    found = [f"layer `{name}`, {layer}" for name, layer in module.named_modules() if isinstance(layer, kinds)]
+    found += [f"buffer `{name}`" for name, _ in module.named_buffers()]
+    if found:
+        fail(f"{found[0]}: what acts gets weights only, and in batches of its own; LayerNorm and parameters work")
+
+
 def sees_frames(space: gym.Space) -> bool:
     """Whether observations are stacks of frames of 84 x 84 bytes, as EnvPool's Atari games give them."""
     return isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and space.shape[1:] == (84, 84)
@@ -920,7 +945,7 @@ def sees_frames(space: gym.Space) -> bool:
 
 def warn_of_pixels(space: gym.Space, obs_dim: int) -> None:
     if space.dtype == np.uint8 and obs_dim > 1000 and not sees_frames(space):
-        print("note: these pixels go into an MLP; frames of 84 x 84 would go into convolutions", file=sys.stderr)
+        print("note: these pixels go into an MLP; only EnvPool's frames go into convolutions", file=sys.stderr)
 
 
 def check_actions(args: Args, space: gym.Space) -> None:
@@ -1127,6 +1152,19 @@ def versions() -> dict[str, str]:
     return {"python": sys.version.split()[0]} | {name: version(name).partition("+")[0] for name in names}
 
 
+class Refused(RuntimeError):
+    """What `fail` said in another process. It would say so there again, so the run ends."""
+
+
+def heard(function, *arguments):
+    """Call a function in a process of Ray's: `fail` is its death there, and nobody sees what it printed."""
+    with contextlib.redirect_stderr(io.StringIO()) as output:
+        try:
+            return function(*arguments)
+        except SystemExit:
+            raise Refused(output.getvalue().strip().splitlines()[-1].removeprefix("error: ")) from None
+
+
 class RemoteRunner:
     """A runner in a process of Ray's. An environment that breaks is an exception of `sample`."""
 
@@ -1135,15 +1173,14 @@ class RemoteRunner:
         torch.set_num_threads(max(1, int(args.cpus_per_runner)))
         if spec is not None:
             gym.registry.setdefault(spec.id, spec)  # as the learner's file may have registered it
+        random.seed(seeds[0])
+        np.random.seed(seeds[0])
+        torch.manual_seed(seeds[0])
         self.parts = args, seeds
 
     def open(self) -> dict:
         """Make the environments -> what the learner must know."""
-        with contextlib.redirect_stderr(io.StringIO()) as output:
-            try:
-                self.runner = Runner(*self.parts)
-            except SystemExit:
-                raise RuntimeError(output.getvalue().strip().splitlines()[-1].removeprefix("error: ")) from None
+        self.runner = heard(Runner, *self.parts)
         envs, node = self.runner.envs, importlib.import_module("ray").util.get_node_ip_address()
         envs.stop = self.give_up
         news = {"spaces": (envs.observation_space, envs.action_space), "backend": envs.backend}
@@ -1153,7 +1190,14 @@ class RemoteRunner:
         raise RuntimeError(message)
 
     def sample(self, *weights) -> tuple[dict, tuple[np.ndarray, ...]]:
-        return self.runner.sample(*weights)
+        return heard(self.runner.sample, *weights)
+
+
+def cause_of(error: Exception) -> str:
+    """In one line, the exception behind one of Ray's, or how a process ended."""
+    cause, details = getattr(error, "cause", None), str(error).partition("exit detail: ")[2]
+    name = "" if isinstance(cause, RuntimeError) else f"{type(cause or error).__name__}: "
+    return " ".join(f"{name}{cause or details.partition('. ')[0] or error}".split())
 
 
 class RayRunners(Runners):
@@ -1179,6 +1223,8 @@ class RayRunners(Runners):
         # Reference of a report -> index of its runner, reference of its fragment (None while the runner is starting)
         self.in_flight = {}
         self.failures = [0] * args.num_runners  # in a row
+        # What runners know of the settings; since when each owes a fragment; when one came last
+        self.sent_args, self.since, self.last_news = replace(args), [math.inf] * args.num_runners, -math.inf
         self.deadline = time.monotonic() + args.fragment_timeout
         for index in range(args.num_runners):
             self.start(index)
@@ -1207,6 +1253,7 @@ class RayRunners(Runners):
     def ask(self, index: int, count: int) -> None:
         """Let so many fragments be asked of a runner, by the newest weights."""
         asked = sum(other == index for other, _ in self.in_flight.values())
+        self.since[index] = self.since[index] if asked else time.monotonic()
         for _ in range(count - asked if self.weights else 0):
             report, fragment = self.actors[index].sample.options(num_returns=2).remote(*self.weights)
             self.in_flight[report] = index, fragment
@@ -1214,6 +1261,10 @@ class RayRunners(Runners):
     def publish(self, version: int, weights: np.ndarray, *others) -> None:
         """Ask by these weights from now on. A small vector goes along with each question, a large one is put once."""
         self.clock.lap("learning")
+        if self.args != self.sent_args:
+            name = next(x for x, value in asdict(self.sent_args).items() if value != getattr(self.args, x))
+            hint = "hand it to `publish`, as weights are, and take it in `Runner.sample`; else give it another name"
+            self.stop(f"`args.{name}` changed, but runners have what it was at the start: {hint}")
         self.weights = version, weights if weights.nbytes < 100_000 else self.ray.put(weights), *others
         for index in self.alive:
             self.ask(index, self.ahead)
@@ -1221,9 +1272,15 @@ class RayRunners(Runners):
 
     def ready(self) -> list:
         """References of what runners have done, in the order in which they were asked; within half a second."""
-        references = list(self.in_flight)
-        ready, _ = self.ray.wait(references, num_returns=len(references), timeout=0)
+        references, now = list(self.in_flight), time.monotonic()
+        ready, waiting = self.ray.wait(references, num_returns=len(references), timeout=0)
         self.queue.append(len(ready))
+        owing = {self.in_flight[x][0] for x in waiting if self.in_flight[x][1] is not None}
+        owing -= {self.in_flight[x][0] for x in ready}
+        for index in owing:
+            if now - self.since[index] > self.args.fragment_timeout and self.last_news > self.since[index]:
+                self.bury(index, TimeoutError(f"no fragment for {self.args.fragment_timeout:g} s, as others brought"))
+                references, self.deadline = list(self.in_flight), now + self.args.fragment_timeout
         if not ready and time.monotonic() > self.deadline:
             self.stop(f"no runner has done anything for {self.args.fragment_timeout:g} s; {len(self.alive)} are alive")
         return ready or self.ray.wait(references, num_returns=1, timeout=0.5)[0]
@@ -1250,7 +1307,8 @@ class RayRunners(Runners):
         if fragment is None:
             self.admit(index, news)
             return
-        self.failures[index] = 0
+        self.failures[index], self.since[index] = 0, time.monotonic()
+        self.last_news = self.since[index]
         self.late += is_late
         if self.most_stale:
             self.ask(index, 1)
@@ -1275,11 +1333,11 @@ class RayRunners(Runners):
 
     def bury(self, index: int, error: Exception) -> None:
         """Replace a runner that died, or broke; but end the run if one does so again and again."""
-        cause, details = getattr(error, "cause", None), str(error).partition("exit detail: ")[2]
-        name = "" if type(cause) is RuntimeError else f"{type(cause or error).__name__}: "
-        summary = " ".join(f"{name}{cause or details.partition('. ')[0] or error}".split())
+        cause, summary = getattr(error, "cause", None), cause_of(error)
         if cause is not None and not self.alive and not self.restarts:
             fail(summary)
+        if type(cause).__name__ == "Refused":  # by name, as it comes from another process
+            self.stop(f"runner {index} ({self.places[index]}): {summary}")
         death = f"runner {index} ({self.places.pop(index, 'not yet up')}) died: {summary}"
         self.alive.discard(index)
         self.in_flight = {x: (other, fragment) for x, (other, fragment) in self.in_flight.items() if other != index}
@@ -1306,7 +1364,10 @@ class RemoteLearner:
     def __init__(self, args: Args, rank: int, spaces: tuple[gym.Space, gym.Space]):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.args, self.rank, self.device = args, rank, torch.device("cuda" if args.gpus_per_learner else "cpu")
-        self.agent, self.optimizer, self.learn_from = make_learner(args, *spaces, self.device, add_up)
+        self.spaces = spaces
+
+    def open(self) -> None:
+        self.agent, self.optimizer, self.learn_from = heard(make_learner, self.args, *self.spaces, self.device, add_up)
 
     def join(self, address: tuple[str, int], states: list[dict], num_threads: int) -> None:
         torch.set_num_threads(num_threads)  # another number may add up in another order
@@ -1352,11 +1413,13 @@ class OtherLearners:
             learner = runners.ray.remote(num_cpus=args.cpus_per_learner, num_gpus=args.gpus_per_learner)(RemoteLearner)
             self.actors.append(learner.remote(args, rank, runners.spaces))
             runners.actors[-rank] = self.actors[-1]  # ends with them
+        self.results = [actor.open.remote() for actor in self.actors]
 
     def join(self, device: torch.device, *parts: nn.Module) -> None:
         """Connect the learners, and let them have the same weights and state."""
         if not self.actors:
             return
+        self.check(timeout=self.args.fragment_timeout)
         host = self.runners.ray.util.get_node_ip_address()
         store = torch.distributed.TCPStore(host, 0, self.args.num_learners, is_master=True, wait_for_workers=False)
         states = [{name: x.cpu() for name, x in part.state_dict().items()} for part in parts]
@@ -1381,7 +1444,7 @@ class OtherLearners:
         try:
             ray.get(done)
         except ray.exceptions.RayError as error:
-            self.runners.stop(f"a learner died: {' '.join(str(error).split())[-500:]}")
+            self.runners.stop(f"a learner died: {cause_of(error)}")
 
     def together(self, function, *arguments):
         """Call what needs all learners; end the run if one is missing."""
@@ -1411,6 +1474,8 @@ def validate(args: Args) -> torch.device:
             fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}")
     if vars(args).get("sync_envs") and args.env_backend == "envpool":
         fail("--sync-envs is for Gymnasium's environments; EnvPool's step in threads")
+    if vars(args).get("async_envs") and vars(args).get("env_backend") == "envpool":
+        fail("--async-envs is for Gymnasium's environments; EnvPool's step in threads")
     try:
         device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         if device.type not in ("cpu", "cuda"):
@@ -1455,6 +1520,7 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
     of_the_machine = ["resume", "override", "device", "checkpoint_every"]
     of_the_machine += ["ray_address", "fragment_timeout", "runner_restarts"]  # of scripts over Ray
+    of_the_machine += [f"{what}_per_{who}" for what in ("cpus", "gpus") for who in ("runner", "learner")]
     for name, value in given.items():
         may_change = name in of_the_machine or (name == "total_timesteps" and value > saved.total_timesteps)
         if value != getattr(saved, name) and not may_change:
@@ -1493,6 +1559,15 @@ def lock(file) -> bool:
     return True
 
 
+def check_storable(name: str, value) -> None:
+    """Refuse what a checkpoint can be written with, but not read: safe loading knows no NumPy and no own classes."""
+    parts = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list | tuple) else {}
+    for key, part in parts.items():
+        check_storable(f"{name}[{key!r}]", part)
+    if not isinstance(value, dict | list | tuple | Tensor | None) and type(value) not in (bool, int, float, str, bytes):
+        fail(f"{name} is {type(value).__name__}, which no checkpoint can hold: make it a tensor, a number, a string")
+
+
 class Run:
     """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
 
@@ -1521,7 +1596,7 @@ class Run:
         try:
             for name, part in self.state.items():
                 part.load_state_dict(self.checkpoint[name])
-        except (KeyError, RuntimeError) as error:
+        except (KeyError, RuntimeError, ValueError) as error:
             fail(f"can't resume {self.args.resume}: its checkpoint is of another version of this file: {error}")
         rng = self.checkpoint["rng"]
         random.setstate(rng["python"])
@@ -1534,6 +1609,7 @@ class Run:
     def open(self, envs, **state) -> None:
         """Load the parts of `state` from a checkpoint, to which they will be saved; open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close
+        check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
         if self.checkpoint:
             self.restore()
         self.keep_rng()
@@ -1627,8 +1703,9 @@ class Run:
                 sys.exit(f"error: {name} is {value} at step {self.step}; {self.hint()}")
             if self.writer:
                 self.writer.add_scalar(name, value, self.step)
+        line = {"global_step": self.step, "seconds": round(seconds, 3), **metrics}
         try:
-            self.file.write(json.dumps({"global_step": self.step, "seconds": round(seconds, 3), **metrics}) + "\n")
+            self.file.write(json.dumps(line, default=float) + "\n")
         except OSError as error:
             sys.exit(f"error: can't write the log: {error}; {self.hint()}")
         self.bar.set_postfix({"return": f"{np.mean(self.returns or [math.nan]):.1f}"}, refresh=False)
@@ -1693,7 +1770,7 @@ class Run:
         if error:
             sys.exit(f"error: {error}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
-            print("this run was finished before; a greater --total-timesteps lets it go on")
+            print("this run was finished before; --total-timesteps, greater by a rollout or more, lets it go on")
         print(
             f"{self.step:,} steps in {self.seconds:.1f} s, mean return of the last {len(self.returns)} episodes "
             f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"

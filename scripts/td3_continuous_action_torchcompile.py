@@ -101,7 +101,7 @@ class Args:
     bf16: bool = False  # compute inner layers in bfloat16; weights, first and last layers and loss stay in float32
 
     # compile: two switches, to see what each of the two steps gives
-    compile: bool = True  # fuse the operations of an update, from sampling to Adam, into a few kernels
+    compile: bool = True  # fuse the operations of a step, from sampling to Adam, into a few kernels
     cudagraphs: bool = True  # on CUDA, replay the kernels of an update as one graph, in one launch
 
 
@@ -233,10 +233,10 @@ def train(args: Args) -> Path:
         obs, *critic_metrics = step_critics()
         return torch.stack([*critic_metrics, step_actor(obs)])
 
-    # compile: the names stay, so the loop below does not change. Gradients and Adam are traced into the same graph
+    # compile: the names stay, so their callers do not change. Each becomes one graph, gradients and Adam included, once
     if args.compile:
-        act, update_critics, update_both = compiled(device, act, update_critics, update_both)
-    # compile: each becomes one CUDA graph: the first calls only run, the third records, all later ones replay
+        act, step_critics, step_actor = compiled(device, act, step_critics, step_actor)
+    # compile: an update, of one or several steps, becomes one CUDA graph: its third call records, all later ones replay
     if args.cudagraphs and device.type == "cuda":
         act, update_critics, update_both = (CudaGraphModule(f, warmup=3) for f in (act, update_critics, update_both))
     # compile: compiled code and graphs keep the numbers that they have read; a later change is refused by name
@@ -341,9 +341,11 @@ class ReplayBuffer(nn.Module):
     def state_dict(self) -> dict:
         """The rows in use, not copied: of a slice torch.save would write the whole tensor, but not by way of NumPy."""
         rows = self.rows[: int(self.num_written)]
-        return {"rows": torch.from_numpy(rows.cpu().numpy()), "num_written": self.num_written.cpu()}
+        own = {"rows": torch.from_numpy(rows.cpu().numpy()), "num_written": self.num_written.cpu()}
+        return super().state_dict() | own  # with buffers that a copy of this file registers, such as priorities
 
     def load_state_dict(self, state: dict) -> None:
+        super().load_state_dict({name: state[name] for name in super().state_dict()})
         self.rows[: len(state["rows"])] = state["rows"]
         self.num_written.copy_(state["num_written"])
 
@@ -511,12 +513,20 @@ def attributes_of(name: str, value) -> dict[str, tuple]:
     """An object's or a class's attributes, those of its classes too: name -> how to read it, of what, by which key."""
     classes, parts = value.__mro__ if isinstance(value, type) else type(value).__mro__, {}
     for shared in [vars(x) for x in reversed(classes) if is_own(x)]:  # `getattr` makes a new method at each call
-        parts |= {f"{name}.{key}": (type(shared).get, shared, key) for key in shared if key[:2] != "__"}
+        keys = [key for key in shared if key[:2] != "__" or key == "__call__"]
+        parts |= {f"{name}.{key}": (type(shared).get, shared, key) for key in keys}
+        # A default of the class, which the object may get a value of its own instead of; a slot
+        keys = [x for x in keys if not hasattr(shared[x], "__get__") or type(shared[x]).__name__ == "member_descriptor"]
+        parts |= {f"{name}.{key}": (getattr, value, key) for key in keys if hasattr(value, key)}
     if hasattr(value, "__dict__") and not isinstance(value, type):
         is_open = is_own(value) or isinstance(value, nn.Module) or type(value).__name__ == "SimpleNamespace"
         keys = [key for key, x in vars(value).items() if is_open or isinstance(x, bool | int | float | str)]
         parts |= {f"{name}.{key}": (dict.get, vars(value), key) for key in keys}
     return parts
+
+
+def length(container, _key) -> int:
+    return len(container)
 
 
 def readings(name: str, value, seen: set, names: set):
@@ -535,21 +545,28 @@ def readings(name: str, value, seen: set, names: set):
     if id(value) in seen or is_closed or ((is_function or is_module) and not is_own(value)):
         return
     if is_function:
-        codes = [value.__code__, *(x for x in value.__code__.co_consts if hasattr(x, "co_names"))]
-        names.update(x for code in codes for x in code.co_names)
+        codes = [value.__code__]
+        for code in codes:  # grows by those of functions within it
+            codes += [x for x in code.co_consts if hasattr(x, "co_names")]
+            names.update(code.co_names, (x for x in code.co_consts if isinstance(x, str)))  # getattr(x, "name")
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         parts = {key: (getattr, cell, "cell_contents") for key, cell in cells}
+        parts |= {f"{value.__name__}[{key}]": (getattr, value, key) for key in ("__defaults__", "__kwdefaults__")}
         parts |= {key: (dict.get, value.__globals__, key) for key in value.__globals__.keys() & names}
         parts |= {"self": (getattr, value, "__self__")} if hasattr(value, "__self__") and "." not in name else {}
     elif is_module:  # modules may have one another
         keys = vars(value).keys() & names if name.count(".") < 3 else ()
         parts = {f"{name}.{key}": (dict.get, vars(value), key) for key in keys}
-    elif isinstance(value, dict | list | tuple):
+    elif type(value).__name__ == "partial":
+        parts = {f"{name}[{key}]": (getattr, value, key) for key in ("func", "args", "keywords")}
+    elif isinstance(value, dict | list | tuple | deque):
         keys = value if isinstance(value, dict) else range(len(value))
-        parts = {f"{name}[{key!r}]": (type(value).__getitem__, value, key) for key in keys}
+        parts = {f"the length of {name}": (length, value, None)}
+        parts |= {f"{name}[{key!r}]": (type(value).__getitem__, value, key) for key in keys}
     else:
         parts = attributes_of(name, value)
-        if isinstance(value, nn.Module) and not is_own(value):  # what a library's layer reads, no code here names
+        layers = [x for x in type(value).__mro__ if issubclass(x, nn.Module) and not is_own(x)]
+        if len(layers) > 1:  # beside nn.Module itself: what a library's layer reads, no code here names
             names.update(key for key, x in vars(value).items() if isinstance(x, bool | int | float | str))
     seen.update([] if is_module else [id(value)])  # other code may name other parts of a module
     for key, (read, *source) in parts.items():
@@ -578,7 +595,10 @@ def refuse_changes(function):
                 groups.append((how, [x[2] for x in group], [x[3] for x in group]))
             first[:] = [x for group in groups for x in map(*group)]
             ids[:] = map(id, first)
-        now = [x for group in groups for x in map(*group)]
+        try:
+            now = [x for group in groups for x in map(*group)]
+        except (AttributeError, LookupError) as error:
+            fail(f"what this read when it was compiled is not there any more: {error!r}")
         if [*map(id, now)] != ids:
             check_equal(found_names, first, now)
         return call(*inputs)
@@ -587,14 +607,22 @@ def refuse_changes(function):
 
 
 def tensors_only(function):
-    """The function, compiled or a graph, with SystemExit(2) for an argument that is no tensor, which it would keep."""
+    """The function, compiled or a graph, with SystemExit(2) for an argument that is no tensor, which it would keep.
+
+    And for code that can't be compiled.
+    """
 
     def checked(*inputs):
         if not all(isinstance(x, Tensor) for x in inputs):
             i, x = next((i, x) for i, x in enumerate(inputs, 1) if not isinstance(x, Tensor))
             what = f"argument {i}, {x!r}, of `{getattr(function, '__name__', 'a compiled function')}`"
             fail(f"{what} is no tensor: compiled code would keep the first one; make it a tensor")
-        return function(*inputs)
+        try:
+            return function(*inputs)
+        except torch._dynamo.exc.Unsupported as error:
+            reason, *lines = str(error).splitlines()
+            place = [line for line in lines if line.strip().startswith("File ")][-1:]
+            fail(f"this can't be compiled: {reason}; {' '.join(place)}; --no-compile does without")
 
     checked.__wrapped__ = function
     return checked
@@ -608,6 +636,8 @@ def check_equal(names: list[str], first: list, now: list) -> None:
             advice = "make it a tensor on the learner's device and change it in place, like `optimizer.learning_rate`"
             if name.endswith("training"):
                 advice = "a copy of the module, by deepcopy, can be in the other mode all the time"
+            if name.startswith("the length of"):
+                advice = "all entries must be there from the first call on"
             fail(f"`{name}` was {old} when this was compiled and is {new} now: {advice}")
         if not is_number and new is not old:
             fail(f"`{name}` is another {type(old).__name__} than when this was compiled: change it in place")
@@ -735,9 +765,10 @@ def warn_of_pixels(space: gym.Space, obs_dim: int) -> None:
 
 def numbers_in(info: dict) -> dict[str, float]:
     """The finite numbers of an `info`, such as is_success; not those that EnvPool keeps for itself."""
-    numbers = {key: x for key, x in info.items() if isinstance(x, bool | int | float | np.bool_ | np.number)}
-    is_own = ("_", "env_id", "elapsed_step")
-    return {key: float(x) for key, x in numbers.items() if math.isfinite(x) and not key.startswith(is_own)}
+    names = [key for key in info if isinstance(key, str) and not key.startswith(("_", "env_id", "elapsed_step"))]
+    numbers = {key: info[key] for key in names if isinstance(info[key], bool | int | float | np.bool_ | np.number)}
+    is_small = {key: type(x) is not int or abs(x) < 2**63 for key, x in numbers.items()}  # others fit no float
+    return {key: float(x) for key, x in numbers.items() if is_small[key] and math.isfinite(x)}
 
 
 def without(settings: dict, names: set[str]) -> dict:
@@ -782,6 +813,8 @@ class Envs:
 
     def flatten(self, obs) -> np.ndarray:
         if isinstance(self.observation_space, gym.spaces.Box):
+            if obs.size != self.num_envs * self.obs_dim:
+                raise ValueError(f"observations of shape {obs.shape[1:]}, by a space of {self.obs_dim} numbers")
             return obs.reshape(self.num_envs, -1)
         rows = [{key: obs[key][i] for key in obs} for i in range(self.num_envs)] if isinstance(obs, dict) else obs
         return np.stack([gym.spaces.flatten(self.observation_space, row) for row in rows])
@@ -802,10 +835,10 @@ class Envs:
             obs, reward, terminated, truncated, infos = self.vector.step(action.reshape(self.action_shape))
             obs = self.flatten(obs)
             check_finite(obs, reward, terminated)
+            if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
+                self.note_ends(infos, terminated | truncated)
         except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
             self.stop(self.explain(error))
-        if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
-            self.note_ends(infos, terminated | truncated)
         return obs, reward, terminated, truncated
 
     def explain(self, error: Exception) -> str:
@@ -873,6 +906,8 @@ def validate(args: Args) -> torch.device:
             fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}")
     if vars(args).get("sync_envs") and args.env_backend == "envpool":
         fail("--sync-envs is for Gymnasium's environments; EnvPool's step in threads")
+    if vars(args).get("async_envs") and vars(args).get("env_backend") == "envpool":
+        fail("--async-envs is for Gymnasium's environments; EnvPool's step in threads")
     try:
         device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         if device.type not in ("cpu", "cuda"):
@@ -917,6 +952,7 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
     of_the_machine = ["resume", "override", "device", "checkpoint_every"]
     of_the_machine += ["ray_address", "fragment_timeout", "runner_restarts"]  # of scripts over Ray
+    of_the_machine += [f"{what}_per_{who}" for what in ("cpus", "gpus") for who in ("runner", "learner")]
     for name, value in given.items():
         may_change = name in of_the_machine or (name == "total_timesteps" and value > saved.total_timesteps)
         if value != getattr(saved, name) and not may_change:
@@ -955,6 +991,15 @@ def lock(file) -> bool:
     return True
 
 
+def check_storable(name: str, value) -> None:
+    """Refuse what a checkpoint can be written with, but not read: safe loading knows no NumPy and no own classes."""
+    parts = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list | tuple) else {}
+    for key, part in parts.items():
+        check_storable(f"{name}[{key!r}]", part)
+    if not isinstance(value, dict | list | tuple | Tensor | None) and type(value) not in (bool, int, float, str, bytes):
+        fail(f"{name} is {type(value).__name__}, which no checkpoint can hold: make it a tensor, a number, a string")
+
+
 class Run:
     """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
 
@@ -983,7 +1028,7 @@ class Run:
         try:
             for name, part in self.state.items():
                 part.load_state_dict(self.checkpoint[name])
-        except (KeyError, RuntimeError) as error:
+        except (KeyError, RuntimeError, ValueError) as error:
             fail(f"can't resume {self.args.resume}: its checkpoint is of another version of this file: {error}")
         rng = self.checkpoint["rng"]
         random.setstate(rng["python"])
@@ -996,6 +1041,7 @@ class Run:
     def open(self, envs, **state) -> None:
         """Load the parts of `state` from a checkpoint, to which they will be saved; open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close
+        check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
         if self.checkpoint:
             self.restore()
         self.keep_rng()
@@ -1089,8 +1135,9 @@ class Run:
                 sys.exit(f"error: {name} is {value} at step {self.step}; {self.hint()}")
             if self.writer:
                 self.writer.add_scalar(name, value, self.step)
+        line = {"global_step": self.step, "seconds": round(seconds, 3), **metrics}
         try:
-            self.file.write(json.dumps({"global_step": self.step, "seconds": round(seconds, 3), **metrics}) + "\n")
+            self.file.write(json.dumps(line, default=float) + "\n")
         except OSError as error:
             sys.exit(f"error: can't write the log: {error}; {self.hint()}")
         self.bar.set_postfix({"return": f"{np.mean(self.returns or [math.nan]):.1f}"}, refresh=False)
@@ -1155,7 +1202,7 @@ class Run:
         if error:
             sys.exit(f"error: {error}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
-            print("this run was finished before; a greater --total-timesteps lets it go on")
+            print("this run was finished before; --total-timesteps, greater by a rollout or more, lets it go on")
         print(
             f"{self.step:,} steps in {self.seconds:.1f} s, mean return of the last {len(self.returns)} episodes "
             f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"

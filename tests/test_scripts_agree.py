@@ -26,7 +26,8 @@ OWN_HELP |= {"ent_coef", "vf_coef", "num_learners", "bf16"}
 CHANGED = {"Args", "train", "make_learner"}
 # Compiled twins alone have these, the same text in all of them: to compile with one set of options, and to refuse what
 # compiled code would ignore
-OF_TWINS = {"compiled", "is_own", "attributes_of", "readings", "refuse_changes", "tensors_only", "check_equal"}
+OF_TWINS = {"compiled", "is_own", "attributes_of", "length", "readings", "refuse_changes"}
+OF_TWINS |= {"tensors_only", "check_equal"}
 MOST_IN_TRAIN = 130
 RULE = "# ---- Plumbing: all below is the same text in every script that has it, and no part of the algorithm"
 HEADINGS = (
