@@ -611,7 +611,7 @@ def tensors_only(function):
             fail(f"{what} is no tensor: compiled code would keep the first one; make it a tensor")
         try:
             return function(*inputs)
-        except torch._dynamo.exc.Unsupported as error:
+        except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
             reason, *lines = str(error).splitlines()
             place = [line for line in lines if line.strip().startswith("File ")][-1:]
             fail(f"this can't be compiled: {reason}; {' '.join(place)}; --no-compile does without")
@@ -793,9 +793,9 @@ def serve(env_fns: list, connection: Connection, first: int, seeds: list[int]) -
                 row = env.reset()[0], 0, False, False, {}
             else:
                 row = env.step(action[i].copy())  # a copy, as the environment may keep it
-            obs[i], reward[i], terminated[i], truncated[i], info = row
             if np.shape(row[0]) != obs.shape[1:]:  # one number would fill all places
                 raise ValueError(f"an observation of shape {np.shape(row[0])}, by a space of shape {obs.shape[1:]}")
+            obs[i], reward[i], terminated[i], truncated[i], info = row
             if terminated[i] or truncated[i]:
                 numbers = numbers_in(info)
                 os.write(pipe, b"i")

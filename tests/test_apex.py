@@ -568,3 +568,16 @@ def test_shards_learn_what_one_process_learns(train):
         losses.append(np.mean([line["losses/td_error"] for line in run.lines[-20:]]))
         assert run.checkpoint["num_updates"] == pytest.approx((run.steps()[-1] - 100) / 8, rel=0.02)
     assert losses[1] == pytest.approx(losses[0], rel=0.25)
+
+
+def test_the_environment_that_explores_least_has_its_returns_logged(train):
+    """Whatever it explores: of none is the share of random actions below 1 %."""
+    run = train(epsilon_exponent=2.0)
+    assert any("charts/episodic_return" in line for line in run.lines)
+
+
+def test_colours_are_no_frames(capfd, tmp_path):
+    settings = {"env_id": "Pong-v5", "env_kwargs": '{"gray_scale": false}', "num_runners": 0, "run_dir": str(tmp_path)}
+    with pytest.raises(SystemExit) as end:
+        SCRIPT.train(SCRIPT.Args(**settings, buffer_size=1000, learning_starts=100))
+    assert end.value.code == 2 and "--env-kwargs gray_scale" in capfd.readouterr().err

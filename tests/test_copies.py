@@ -305,6 +305,91 @@ WAYS = {
             in_the_loop("decay.rate *= 0.9"),
         ],
     ),
+    "an object that is called": Way(
+        "`bonus.rate`",
+        [
+            of_the_file("class Bonus:\n    rate = 0.01\n\n    def __call__(self, x):\n        return self.rate * x"),
+            before_the_loop("bonus = Bonus()"),
+            (BONUS, "bonus(entropy)"),
+            in_the_loop("bonus.rate *= 0.9"),
+        ],
+    ),
+    "an attribute instead of its class's": Way(
+        "`config.scale`",
+        [
+            of_the_file("class Config:\n    scale = 0.01"),
+            before_the_loop("config = Config()"),
+            (BONUS, "config.scale * entropy"),
+            in_the_loop('vars(config).update({"scale": 0.02} if iteration > 1 else {})'),
+        ],
+    ),
+    "an attribute in a slot": Way(
+        "`config.scale`",
+        [
+            of_the_file("@dataclass(slots=True)\nclass Config:\n    scale: float = 0.01"),
+            before_the_loop("config = Config()"),
+            (BONUS, "config.scale * entropy"),
+            in_the_loop("config.scale *= 0.9"),
+        ],
+    ),
+    "an argument of a partial": Way(
+        ".ent_coef`",
+        [
+            before_the_loop("bonus = partial(lambda own, x: own.ent_coef * x, replace(args))"),
+            (BONUS, "bonus(entropy)"),
+            in_the_loop("bonus.args[0].ent_coef *= 0.9"),
+        ],
+    ),
+    "a default": Way(
+        "[0]`",
+        [
+            before_the_loop("weights = [0.01]\n    bonus = lambda x, own=weights: own[0] * x  # noqa: E731"),
+            (BONUS, "bonus(entropy)"),
+            in_the_loop("weights[0] *= 0.9"),
+        ],
+    ),
+    "an entry of a deque": Way(
+        "`weights[0]`",
+        [
+            before_the_loop("weights = deque([args.ent_coef])"),
+            (BONUS, "weights[0] * entropy"),
+            in_the_loop("weights[0] *= 0.9"),
+        ],
+    ),
+    "a longer list": Way(
+        "`the length of weights`",
+        [
+            before_the_loop("weights = [args.ent_coef]"),
+            (BONUS, "sum(weights) * entropy"),
+            in_the_loop("weights.append(0.1)"),
+        ],
+    ),
+    "a name in a string": Way(
+        "`config.scale`",
+        [
+            of_the_file("class Config:\n    def __init__(self):\n        self.scale = 0.01"),
+            before_the_loop("config = Config()"),
+            (BONUS, 'getattr(config, "scale") * entropy'),
+            in_the_loop("config.scale *= 0.9"),
+        ],
+    ),
+    "a global two functions deep": Way(
+        "`ENT_COEF`",
+        [
+            of_the_file("ENT_COEF = 0.01"),
+            ("    run = Run(args)\n", "    global ENT_COEF\n    run = Run(args)\n"),
+            (BONUS, "(lambda x: (lambda y: ENT_COEF * y)(x))(entropy)"),
+            in_the_loop("ENT_COEF *= 0.9"),
+        ],
+    ),
+    "a setting of a layer derived from a library's": Way(
+        ".p`",
+        [
+            of_the_file("class Drop(nn.Dropout):\n    pass"),
+            ("self.critic = mlp(obs_dim, 1, output_gain=1.0)", f"self.critic = nn.Sequential({CRITIC}, Drop(0.1))"),
+            in_the_loop("agent.critic[1].p = 0.1 * iteration"),
+        ],
+    ),
     "nothing, then a number": Way(
         "`bonus`",
         [
@@ -326,7 +411,28 @@ def test_number_that_changes_is_refused_by_name(copy, train_copy, capsys, way):
     assert end.value.code == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ") and WAYS[way].name in error
-    assert "when this was compiled" in error and "change it in place" in error
+    assert "when this was compiled" in error
+    assert "change it in place" in error or "from the first call on" in error
+
+
+def test_an_entry_that_is_gone_is_refused(copy, train_copy, capsys):
+    changes = [
+        before_the_loop('weights = {"entropy": args.ent_coef}'),
+        (BONUS, 'weights.get("entropy", 1) * entropy'),
+        in_the_loop('weights.pop("entropy", None) if iteration > 1 else None'),
+    ]
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy("ppo_torchcompile", *changes), "ppo_torchcompile", compile=False)
+    assert end.value.code == 2 and "is not there any more: KeyError('entropy')" in capsys.readouterr().err
+
+
+def test_what_cannot_be_compiled_is_refused_in_one_line(copy, train_copy, capsys):
+    change = BONUS, "args.ent_coef * entropy * (1 if float(entropy) > 0 else 2)"
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy("ppo_torchcompile", change), "ppo_torchcompile")
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2 and error.startswith("error: this can't be compiled: ")
+    assert "--no-compile does without" in error and "copy0_of_ppo" in error
 
 
 @pytest.mark.parametrize("way", ["a local of train", "a setting", "a global", "an attribute of the optimizer"])
@@ -541,6 +647,130 @@ def test_check_of_the_policy_leaves_weights_and_random_numbers_as_they_were():
     plumbing = defining("check_policy")
     plumbing.check_policy(plumbing.numpy_mlp(net), net, net, 3)
     assert all(map(torch.equal, before, net.parameters())) and torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("layers", [(512, 512, 512), (512,) * 4, (1024,) * 3])
+def test_wide_networks_are_no_other_policies(layers):
+    """Whose numbers are large, so that rounding is more than a small fixed number; whatever their first weights."""
+    plumbing = defining("check_policy")
+    for seed in range(3):
+        torch.manual_seed(seed)
+        sizes = zip((17, *layers), layers, strict=False)
+        net = nn.Sequential(*(x for sizes in sizes for x in (nn.Linear(*sizes), nn.ReLU())), nn.Linear(layers[-1], 6))
+        plumbing.check_policy(plumbing.numpy_mlp(net), net, net, 17)
+
+
+@pytest.mark.parametrize("clipped", ["small", "large", "shifted by a buffer"])
+def test_a_policy_that_acts_otherwise_on_some_observations_is_refused(clipped, capsys):
+    """`forward` cuts off what is large, or small; or takes statistics off that are still 0."""
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+    net.register_buffer("mean", torch.zeros(3))
+    learning = {
+        "large": lambda obs: net(obs.clamp(-5, 5)),
+        "small": lambda obs: net(torch.where(obs.abs() < 0.3, 0.0, obs)),
+        "shifted by a buffer": lambda obs: net(obs - net.mean),
+    }[clipped]
+    plumbing = defining("check_policy")
+    with pytest.raises(SystemExit) as end:
+        plumbing.check_policy(plumbing.numpy_mlp(net), learning, net, 3)
+    assert end.value.code == 2 and "the policy that acts differs" in capsys.readouterr().err
+    assert not net.mean.any()
+
+
+def test_a_policy_without_a_value_for_some_observations_is_no_other_one():
+    """As that of a square root, of observations that are never negative."""
+    net = nn.Linear(3, 2)
+    forward = torch.no_grad()(lambda obs: net(obs.sqrt()))
+    defining("check_policy").check_policy(lambda obs: forward(torch.from_numpy(obs)).numpy(), forward, net, 3)
+
+
+def test_a_density_that_actions_are_not_drawn_from_is_refused(copy, train_copy, capsys):
+    """A temperature in the log-probability alone, and a bound of the standard deviation alone."""
+    discrete_change = (
+        "            log_probs = output.log_softmax(1)",
+        "            log_probs = (output / 5).log_softmax(1)",
+    )
+    other = ("return output.log_softmax(1).gather(1,", "return (output / 5).log_softmax(1).gather(1,")
+    std = (
+        "return normal_log_prob(action, output, self.log_std)",
+        "return normal_log_prob(action, output, self.log_std - 1)",
+    )
+    for changes, env_id in (((discrete_change, other), "tiny_envs:Choose-v0"), ((std,), "tiny_envs:Reach-v0")):
+        with pytest.raises(SystemExit) as end:
+            train_copy(copy("ppo_env_pool", *changes), "ppo_env_pool", env_id=env_id)
+        assert end.value.code == 2 and "the policy that acts differs" in capsys.readouterr().err
+
+
+def test_weights_put_into_another_tensor_are_refused(copy, train_copy, capsys):
+    """The policy in NumPy would act by the old ones for ever."""
+    line = "                losses = update()\n"
+    more = "                for x in network.parameters():\n                    x.data = x.data.clamp(-2, 2)\n"
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy("dqn", (line, line + more)), "dqn", total_timesteps=800)
+    assert end.value.code == 2 and "change them in place" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout2d(0.1), nn.BatchNorm2d(32)], ids=lambda layer: type(layer).__name__)
+@pytest.mark.parametrize("name", [x for x in EAGER if "check_layers(" in Path(load(x).__file__).read_text()])
+def test_layers_of_a_network_for_frames_that_act_otherwise_are_refused(name, layer, capsys):
+    plumbing = load(name)
+    plumbing.check_layers(nn.Sequential(nn.Conv2d(4, 32, 2), nn.LayerNorm(8), nn.ReLU()))
+    with pytest.raises(SystemExit) as end:
+        plumbing.check_layers(nn.Sequential(nn.Conv2d(4, 32, 2), layer))
+    assert end.value.code == 2 and f"layer `1`, {layer}" in capsys.readouterr().err
+
+
+def test_buffers_that_no_runner_would_get_are_refused(capsys):
+    net = nn.Linear(3, 2)
+    net.register_buffer("mean", torch.zeros(3))
+    with pytest.raises(SystemExit) as end:
+        load("a3c_ray").check_layers(net)
+    assert end.value.code == 2 and "buffer `mean`" in capsys.readouterr().err
+
+
+# State of one's own
+
+
+COUNTER = """class Counter:
+    counts = {value}
+
+    def state_dict(self):
+        return {{"counts": self.counts}}
+
+    def load_state_dict(self, state):
+        self.counts = state["counts"]"""
+
+
+def with_counter(value: str) -> list[Change]:
+    return [
+        ("\ndef linear_schedule(", f"\n{COUNTER.format(value=value)}\n\n\ndef linear_schedule("),
+        ("optimizer=optimizer, **buffers", "optimizer=optimizer, counter=Counter(), **buffers"),
+    ]
+
+
+@pytest.mark.parametrize("value", ["np.zeros(3)", "[1, np.float64(2.0)]", "{1, 2}"])
+def test_state_that_no_checkpoint_can_be_read_with_is_refused(copy, train_copy, tmp_path, capsys, value):
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy("dqn", *with_counter(value)), "dqn")
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2 and "state['counter']['counts']" in error and "no checkpoint can hold" in error
+    assert not (tmp_path / "copy_run0").exists()
+
+
+def test_state_of_ones_own_is_resumed(copy, train_copy, tmp_path):
+    module = copy("dqn", *with_counter('{"a": [1, torch.zeros(2), None], 3: "x"}'))
+    train_copy(module, "dqn")
+    module.train(module.Args(resume=str(tmp_path / "copy_run0"), total_timesteps=500))
+    assert metrics_of(tmp_path / "copy_run0")[-1]["global_step"] == 500
+
+
+def test_buffers_that_a_copy_gives_the_replay_are_kept():
+    buffers = [load("dqn").ReplayBuffer(8, 2, 1, torch.device("cpu")) for _ in range(2)]
+    for buffer, value in zip(buffers, (3.0, 0.0), strict=True):
+        buffer.register_buffer("priorities", torch.full((8,), value))
+    buffers[0].add(torch.ones(5, 7))
+    buffers[1].load_state_dict(buffers[0].state_dict())
+    assert (buffers[1].priorities == 3).all() and (buffers[1].rows == buffers[0].rows).all()
 
 
 def test_another_activation_trains(copy, train_copy):

@@ -437,3 +437,15 @@ def test_layouts_that_cannot_work_are_refused(refused):
 
 def test_actions_of_another_kind_are_refused(refused):
     assert "Many-v0 has actions MultiDiscrete([2 3])" in refused(env_id="Many-v0")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_observation_of_another_shape_is_named(train, size):
+    with pytest.raises(SystemExit) as end:
+        train(NAME, env_id="tiny_envs:Odd-v0", env_kwargs=f'{{"what": "shape", "size": {size}}}', max_restarts=0)
+    assert f"an observation of shape ({size},), by a space of shape (3,)" in end.value.code
+
+
+def test_names_in_info_may_be_anything(train):
+    run = train(NAME, env_id="tiny_envs:Odd-v0", env_kwargs='{"what": "info"}')
+    assert {name for name in run.lines[-1] if name.startswith("info/")} == {"info/own"}

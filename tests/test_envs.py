@@ -274,3 +274,20 @@ def test_the_advantage_of_a_reset_has_no_weight(train, small_run, monkeypatch, n
     gae = script.gae
     monkeypatch.setattr(script, "gae", lambda *args: gae(*args) + 1e3 * (1 - args[4]))
     assert train(name).metrics() == plain.metrics()
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_an_observation_of_another_shape_ends_the_run_with_a_checkpoint(train, tmp_path, num_envs, size):
+    """One number would fill all places of a row, and more of them would end in a traceback."""
+    settings = {"env_id": "tiny_envs:Odd-v0", "env_kwargs": f'{{"what": "shape", "size": {size}}}', "sync_envs": True}
+    with pytest.raises(SystemExit) as end:
+        train("dqn", num_envs=num_envs, **settings)
+    assert "error: ValueError: " in end.value.code and "--resume" in end.value.code
+    (checkpoint,) = tmp_path.rglob("checkpoint.pt")
+    assert 0 < torch.load(checkpoint, weights_only=True)["global_step"] < 100
+
+
+def test_names_in_info_may_be_anything(train):
+    run = train("ppo", env_id="tiny_envs:Odd-v0", env_kwargs='{"what": "info"}')
+    assert {name for name in run.lines[-1] if name.startswith("info/")} == {"info/own"}

@@ -425,7 +425,7 @@ def test_cluster_files_are_what_ray_and_bash_take():
 # Faults
 
 
-@pytest.mark.parametrize("fault", ["raise", "kill"])
+@pytest.mark.parametrize("fault", ["raise", "kill", "hang"])
 @on_ray
 def test_a_fault_is_named_counted_and_survived(train, tmp_path, capfd, fault):
     path, log, planted = tmp_path / "fault", SCRIPT.Run.log, []
@@ -437,13 +437,52 @@ def test_a_fault_is_named_counted_and_survived(train, tmp_path, capfd, fault):
             planted.append(path.with_suffix(".new").rename(path))  # whole, at once
 
     settings = {"env_id": "Fragile-v0", "env_kwargs": f'{{"path": "{path}"}}', "num_runners": 2, "log_every": 500}
+    if fault == "hang":  # for so long the other one brings fragments, and then the one in its place does, too
+        settings |= {"fragment_timeout": 3, "total_timesteps": 16_000}
     with mock.patch.object(SCRIPT.Run, "log", plant):
-        run = train(**settings, total_timesteps=6000)
+        run = train(**{"total_timesteps": 6000} | settings)
     assert run.lines[-1]["runners/restarts"] == 1 and run.lines[-1]["global_step"] >= 6000
     error = capfd.readouterr().err
-    expected = "ValueError: the simulator is out of order" if fault == "raise" else "ActorDiedError"
+    expected = {"raise": "ValueError: the simulator is out of order", "kill": "ActorDiedError"}
+    expected |= {"hang": "TimeoutError: no fragment for 3 s"}
     (line,) = [line for line in error.splitlines() if line.startswith("runner ")]
-    assert expected in line and line.endswith("; restart 1")
+    assert expected[fault] in line and line.endswith("; restart 1")
+
+
+@on_ray
+def test_what_is_refused_in_a_runner_ends_the_run_by_its_words(train, capfd):
+    """At the second fragment, as `refuse_changes` would. Another runner would be refused, too: none is started."""
+    sample = SCRIPT.Runner.sample
+
+    def refuse(self, version, weights):
+        if version > 1:
+            SCRIPT.fail("`args.x` was 1 when this was compiled and is 2 now")
+        return sample(self, version, weights)
+
+    with mock.patch.object(SCRIPT.Runner, "sample", refuse), pytest.raises(SystemExit) as end:
+        train(num_runners=1, total_timesteps=6000)
+    assert "`args.x` was 1 when this was compiled and is 2 now" in end.value.code and "--resume" in end.value.code
+    assert "restart" not in capfd.readouterr().err
+
+
+@on_ray
+def test_a_setting_that_changes_in_the_loop_is_refused_as_runners_do_not_get_it(train):
+    log = SCRIPT.Run.log
+
+    def change(self, metrics):
+        log(self, metrics)
+        self.args.ent_coef *= 0.9
+
+    with mock.patch.object(SCRIPT.Run, "log", change), pytest.raises(SystemExit) as end:
+        train(num_runners=1, total_timesteps=6000)
+    assert "`args.ent_coef` changed, but runners have what it was at the start" in end.value.code
+
+
+@on_ray
+def test_a_run_goes_on_in_another_cluster(train, tmp_path):
+    train(num_runners=1)
+    run = train(resume=str(tmp_path / "run0"), total_timesteps=500, num_runners=1, cpus_per_runner=0.5, run_dir=None)
+    assert run.lines[-1]["global_step"] >= 500
 
 
 @on_ray
@@ -459,6 +498,7 @@ def test_settings_that_cannot_work_are_refused(capfd):
     assert "--ray-address 127.0.0.1:1: ConnectionRefusedError" in refused(capfd, ray_address="127.0.0.1:1")
     assert "close to it: CartPole-v1" in refused(capfd, env_id="CartPol-v1")
     assert "No module named 'tiny_env'" in refused(capfd, env_id="tiny_env:Reach-v0")
+    assert "--async-envs is for Gymnasium" in refused(capfd, async_envs=True, env_backend="envpool")
     assert "--fragment-steps 16 can't be divided by --batch-updates 3" in refused(capfd, batch_updates=3)
     assert "--num-learners 2 is for --num-runners 1 or more" in refused(capfd, num_runners=0, num_learners=2)
     assert "--ray-address auto is for --num-runners 1" in refused(capfd, num_runners=0, ray_address="auto")

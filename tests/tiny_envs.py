@@ -155,8 +155,28 @@ class Shaped(Tiny):
         return self.observe(), 1.0, False, self.t == 20
 
 
+class Odd(Tiny):
+    """From its third episode on, observations are of another shape than their space, or `info` has odd keys."""
+
+    def __init__(self, what: str, size: int = 0):
+        super().__init__(CHOICE)
+        self.what, self.size, self.episode = what, size, 0
+
+    def start(self):
+        self.episode += 1
+        return np.zeros(3, dtype=np.float32)
+
+    def move(self, _action):
+        is_odd = self.what == "shape" and self.episode > 2
+        return np.zeros(self.size if is_odd else 3, dtype=np.float32), 1.0, False, self.steps % 10 == 0
+
+    def step(self, action):
+        *row, info = super().step(action)
+        return *row, info | ({0: 1.0, "big": 10**400, "own": 2} if self.what == "info" else {})
+
+
 class Fragile(Tiny):
-    """Raises, ends its process, or is slow from then on, when there is a file that says so; of several, one."""
+    """Raises, ends its process, hangs, or is slow from then on, when a file says so; of several, one."""
 
     def __init__(self, path: str):
         super().__init__(CHOICE)
@@ -173,6 +193,8 @@ class Fragile(Tiny):
                 raise ValueError("the simulator\nis out of order")
             if word == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if word == "hang":
+                time.sleep(600)
             self.seconds *= 10
         time.sleep(self.seconds)
         return np.zeros(3, dtype=np.float32), 1.0, False, self.steps % 10 == 0
@@ -190,6 +212,7 @@ gym.register("ReachNumber-v0", Tiny, kwargs={"action_space": PUSH, "observation_
 gym.register("ChooseNumber-v0", Tiny, kwargs={"action_space": CHOICE, "observation_space": Discrete(4)})
 gym.register("Count-v0", Count)
 gym.register("Fragile-v0", Fragile)
+gym.register("Odd-v0", Odd)
 gym.register("Image-v0", Shaped, kwargs={"observation_space": Box(0, 255, (2, 3, 1), np.uint8)})
 PARTS = {"b": Box(-np.inf, np.inf, (3,), np.float64), "a": Box(-np.inf, np.inf, (1, 2), np.float64)}
 gym.register("Parts-v0", Shaped, kwargs={"observation_space": Dict(PARTS)})
