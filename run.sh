@@ -28,7 +28,7 @@ usage: ./run.sh COMMAND [FLAGS]
   gpu STAGE OUT_DIR     what needs a GPU, without network; STAGE is correctness, speed or more, nine minutes each;
                         --dry-run; PYTHON=... runs it without .venv
   readme                make all tables and figures again from the committed results
-  stale                 which committed results today's code might not give again, and why
+  stale                 which committed results today's code might not give again, and why; --note marks them
   test [FLAGS]          run the test suite; FLAGS go to pytest
 
 COMMAND --help says what it measures, how long that takes and what it leaves. Paths are those of the folder that you

@@ -3,8 +3,11 @@
 Runners, the cluster and their faults are the text that test_impala.py is about; here is what is new.
 """
 
+import importlib.util
+import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import gymnasium as gym
 import helpers
@@ -13,7 +16,7 @@ import pytest
 import tiny_envs
 import torch
 from graph_emulator import use_graphs
-from helpers import in_float64, load, on_ray, without_times
+from helpers import ROOT, in_float64, load, on_ray, without_times
 from parity import CLOSE, assert_agree, weights_of
 from test_math import episodes, rollouts
 from torch._dynamo.utils import counters
@@ -297,3 +300,31 @@ def test_one_slow_runner_does_not_slow_the_others_by_a3c(tmp_path, capsys):
     with capsys.disabled():
         print(f" A3C keeps {kept[0]:.0%}, A2C {kept[1]:.0%}", end="")
     assert kept[0] >= 0.8 and kept[1] < 0.3
+
+
+def test_a_schedule_reaches_runners_as_the_page_says(tmp_path):
+    """docs/a3c.md: the entropy's weight falls to zero. Compiled, it is a tensor, so nothing is refused."""
+    source = (ROOT / "scripts" / f"{COMPILED}.py").read_text()
+    publish = "runners.publish(run.num_updates, get_weights(agent)"
+    schedule = "np.float32([args.ent_coef * (1 - run.step / args.total_timesteps)])"
+    for old, new, count in (
+        ("gradient(obs: Tensor, action: Tensor, rows: Tensor)", "gradient(obs, action, rows, ent_coef)", 1),
+        ("args.ent_coef * entropy", "ent_coef * entropy", 1),
+        ("def sample(self, version: int, weights: np.ndarray)", "def sample(self, version, weights, ent_coef)", 1),
+        ("for x in (obs, action, rows)))", "for x in (obs, action, rows, ent_coef)))", 1),
+        (publish, f"{publish}, {schedule}", 2),
+    ):
+        assert source.count(old) == count, old
+        source = source.replace(old, new)
+    path = tmp_path / "schedule_of_a3c.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(sys.modules, {path.stem: module}):
+        spec.loader.exec_module(module)
+        seen, sample = [], module.Runner.sample
+        note = lambda self, *x: (seen.append(float(x[2][0])), sample(self, *x))[1]  # noqa: E731
+        with mock.patch.object(module.Runner, "sample", note):
+            module.train(module.Args(**SMALL | {"run_dir": str(tmp_path / "run"), "compile": False}))
+    assert seen == sorted(seen, reverse=True) and seen[0] == np.float32(module.Args().ent_coef)
+    assert seen[-1] < 0.2 * seen[0]

@@ -24,6 +24,7 @@ from benchmarks.pools.env_pools import milliseconds, named
 from benchmarks.throughput import backends, ladder, throughput
 
 TABLES, RESULTS = ROOT / "RESULTS.md", ROOT / "benchmarks" / "results"
+NOTED = RESULTS / "stale.json"  # results that today's code might not give again, by ./run.sh stale --note
 BEGIN, END = "<!-- results: made by benchmarks/tools/readme.py -->", "<!-- end of results -->"
 
 
@@ -33,12 +34,36 @@ def in_order(path: Path) -> tuple:
 
 
 def load(pattern: str) -> list[dict]:
-    """The JSON files of a pattern below the results, in the order of their names; those of other machines come last."""
-    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(pattern), key=in_order)]
+    """The JSON files of a pattern below the results, in the order of their names; those of other machines come last.
+
+    Each gets the name of its `file`, by which it may be noted as stale.
+    """
+    found = []
+    for path in sorted(RESULTS.glob(pattern), key=in_order):
+        content = json.loads(path.read_text())
+        for result in content if isinstance(content, list) else [content]:
+            result["file"] = str(path.relative_to(RESULTS))
+        found.append(content)
+    return found
 
 
-def sources(results: list[dict]) -> list[str]:
-    """Where results come from: a line for each machine and set of versions; the pages behind the tables have more."""
+def mark(*words: str) -> str:
+    """A sign behind what is noted as stale: a file, or a row of one, by its script, environment and variant."""
+    noted = json.loads(NOTED.read_text()) if NOTED.exists() else {}
+    return " †" * (": ".join((words[0], ", ".join(words[1:]))).removesuffix(": ") in noted)
+
+
+def legend(lines: list[str]) -> list[str]:
+    """What the sign means, where it is used."""
+    text = "† By older code than today's, which might not give it again; [why](benchmarks/results/stale.json)."
+    return [text, ""] * any(" † " in line for line in lines)
+
+
+def sources(results: list[dict], are_marked: bool = False) -> list[str]:
+    """Where results come from: a line for each machine and set of versions; the pages behind the tables have more.
+
+    And which of them are by older code, where no row of a table says so.
+    """
     groups = {}
     for origin in (result["provenance"] for result in results):
         versions = ", ".join(f"{name} {number}" for name, number in origin["versions"].items())
@@ -48,7 +73,10 @@ def sources(results: list[dict]) -> list[str]:
         days, commits = sorted({origin["date"][:10] for origin in origins}), sorted(map(commit_of, origins))
         days, commits = " to ".join(dict.fromkeys((days[0], days[-1]))), ", ".join(dict.fromkeys(commits))
         lines.append(f"- Measured on {machine}, {days}, at {commits}; {versions}.")
-    return lines
+    old = [f"`{result['file']}`" for result in results if mark(result.get("file", "")) and not are_marked]
+    return lines + [f"- By older code than today's: {', '.join(old)}; [why](benchmarks/results/stale.json)."] * bool(
+        old
+    )
 
 
 def row_name(result: dict) -> str:
@@ -84,7 +112,7 @@ def speed_row(result: dict) -> list[str]:
     alone = result.get("ceilings", {}).get("env_only_steps_per_second")
     failed = sum(len(x["failed"]) for x in contestants.values())
     return [
-        row_name(result),
+        row_name(result) + mark(result.get("file", "")),
         f"{result['rounds']}" + f", {failed} failed runs" * bool(failed),
         *speeds,
         *(ratios.get((own, peer), "-") for own in ("eager", compiled) for peer in peers),
@@ -112,6 +140,7 @@ def speed_section() -> list[str]:
         header += [f"{own} / {name} [95 %]" for own in ("eager", "compiled") for name in names]
         header += ["compiled / eager [95 %]", "first update, cold / warm (s)", "compiled, of the environment alone"]
         lines += [*table_with_flags(header, [speed_row(result) for result in results]), ""]
+    lines += legend(lines)
     lines += ["All contestants in interleaved rounds of fresh processes, with the same hyperparameters, networks,"]
     lines += [
         "threads and `--matmul-precision`, as far as the peers can be told: what differs stands beside the tables;"
@@ -124,7 +153,7 @@ def speed_section() -> list[str]:
         machine = machine_of(json.loads(min(page.parent.glob("*.json")).read_text())["provenance"])
         lines += [f"[{machine}]({page.relative_to(RESULTS.parent.parent)})" + ("." if page == pages[-1] else ",")]
     lines += ["The environment alone takes random actions, and no pause."]
-    return [*lines, *sources([result for results in kinds.values() for result in results]), ""]
+    return [*lines, *sources([x for results in kinds.values() for x in results], are_marked=True), ""]
 
 
 def score_section() -> list[str]:
@@ -266,6 +295,7 @@ def learning_rows(summary: dict) -> list[list[str]]:
         measured = [variants.get("eager"), variants.get(compiled_of(variants))]
         scores = [
             f"{estimate(x['iqm'], x['interval'], ',.0f')}, {plural(len(x['seeds']), 'seed')}, {report.verdict(x)}"
+            + mark(summary.get("file", ""), x["script"], x["env_id"], x["variant"])
             if x and x["seeds"]
             else "-"
             for x in measured
@@ -281,6 +311,7 @@ def learning_section() -> list[str]:
     header = ["return of the last 100 training episodes", "steps", "eager: IQM [95 %]", "compiled: IQM [95 %]"]
     header += ["CleanRL, mean ± std"]
     lines = [*table_with_flags(header, [row for summary in summaries for row in learning_rows(summary)]), ""]
+    lines += legend(lines)
     lines += [line for summary in summaries for line in report.milestone_tables(summary["rows"], "{}:")]
     lines += ["Above, below: our interval beside CleanRL's mean ± std. Curves, scores of each seed, commits:"]
     folders = sorted(path.parent.name for path in RESULTS.glob("learning/*/report.json"))

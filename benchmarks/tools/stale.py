@@ -5,9 +5,12 @@ and if the scripts that it measured have not changed since, nor what drives its 
 docstrings and formatting do not count, nor does a commit whose message says in a line `Results-stay: REASON` why what
 it changes can't be seen in any result.
 
+With --note they are noted in benchmarks/results/stale.json, by which `./run.sh readme` marks them in its tables. A test
+fails while a result is stale that is not noted there, or noted that is not: measure again, or note and mark it.
+
 Measures: nothing.
 Takes: seconds.
-Leaves: nothing.
+Leaves: nothing; with --note that file.
 """
 
 import ast
@@ -19,8 +22,8 @@ from pathlib import Path
 
 from benchmarks.acting.rollout_worker import FAMILIES
 from benchmarks.common.programs import ROOT, SCRIPTS, SUFFIX, fail
-from benchmarks.common.results import git
-from benchmarks.tools.readme import RESULTS
+from benchmarks.common.results import git, write_json
+from benchmarks.tools.readme import NOTED, RESULTS
 
 
 @dataclass
@@ -134,7 +137,7 @@ def sources_of(path: Path, result: dict) -> Iterator[Source]:
 def stale() -> dict[str, list[str]]:
     """All that is stale, with the reasons."""
     found = {}
-    for path in sorted(RESULTS.rglob("*.json")):
+    for path in sorted(set(RESULTS.rglob("*.json")) - {NOTED}):
         content = json.loads(path.read_text())
         for result in content if isinstance(content, list) else [content]:
             for source in sources_of(path, result) if "provenance" in result else ():
@@ -147,7 +150,10 @@ def main(flags: list[str]) -> None:
     if {"-h", "--help"} & set(flags):
         print(__doc__)
         return
-    if flags:
-        fail("stale takes no flags")
+    if flags not in ([], ["--note"]):
+        fail("stale takes no flags but --note")
     found = stale()
     print("\n".join(f"{name}: {'; '.join(why)}" for name, why in found.items()) or "nothing is stale")
+    if flags:
+        write_json(NOTED, found)
+        print(f"noted in {NOTED.relative_to(ROOT)}; ./run.sh readme marks them")
