@@ -995,7 +995,13 @@ class OneRunner(Runners):
         self.runner, self.alive = Runner(args, self.seeds), {0}
         self.envs, self.clock = self.runner.envs, self.runner.clock  # one clock, as nobody waits
         self.spaces = self.envs.observation_space, self.envs.action_space
-        self.backend, self.close = self.envs.backend, self.envs.close
+        self.backend, self.close, step = self.envs.backend, self.envs.close, self.envs.step
+
+        def stoppable(action: np.ndarray):
+            run.stop_if_asked()  # within a fragment, which may take minutes
+            return step(action)
+
+        self.envs.step = stoppable
 
     def publish(self, *weights) -> None:
         self.weights = weights
@@ -1014,7 +1020,9 @@ class OneRunner(Runners):
 
 def start_ray(args: Args):
     """Join the cluster of --ray-address, or start Ray on this machine -> its module; SystemExit(2) where that fails."""
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"} | os.environ
+    # No report to Ray's makers, no GPUs hidden from who asks for none, no traceback for each call of a dead runner
+    settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    os.environ |= settings | {"RAY_IGNORE_UNHANDLED_ERRORS": "1"} | os.environ
     try:
         ray = importlib.import_module("ray")
     except ImportError:
@@ -1121,7 +1129,7 @@ class RayRunners(Runners):
         self.ahead, self.most_stale = asking.get(getattr(args, "rollout", None), (2, math.inf))
         # Reference of a report -> index of its runner, reference of its fragment (None while the runner is starting)
         self.in_flight = {}
-        self.failures = [0] * args.num_runners  # in a row
+        self.failures, self.told = [0] * args.num_runners, set()  # in a row; what was said of exceptions
         # What runners know of the settings; since when each owes a fragment; when one came last
         self.sent_args, self.since, self.last_news = replace(args), [math.inf] * args.num_runners, -math.inf
         self.deadline = time.monotonic() + args.fragment_timeout
@@ -1237,6 +1245,9 @@ class RayRunners(Runners):
             fail(summary)
         if type(cause).__name__ == "Refused":  # by name, as it comes from another process
             self.stop(f"runner {index} ({self.places[index]}): {summary}")
+        if cause is not None and summary not in self.told:  # the traceback, of each exception once
+            tqdm.write(str(error), file=sys.stderr)
+            self.told.add(summary)
         death = f"runner {index} ({self.places.pop(index, 'not yet up')}) died: {summary}"
         self.alive.discard(index)
         self.in_flight = {x: (other, fragment) for x, (other, fragment) in self.in_flight.items() if other != index}
@@ -1665,7 +1676,7 @@ class Run:
             }
         else:
             values, now = json.loads(config.read_text()), json.loads(json.dumps(asdict(self.args)))
-            parts, before = values.get("resumed", []), values["args"] | {"resume": now["resume"]}
+            parts, before = values.get("resumed", []), values.get("args", {}) | {"resume": now["resume"]}
             for part in parts:
                 before |= part.get("changed", {})
             changed = {name: value for name, value in now.items() if value != before.get(name)}

@@ -348,7 +348,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
 
     It remembers the frames before them.
     """
-    agent = ActorCritic(int(envs.action_space.n))
+    agent = ActorCritic(int(envs.action_space.n), torch.bfloat16 if checkpoint["args"]["bf16"] else torch.float32)
     agent.eval().load_state_dict(checkpoint["agent"])
     stack = torch.zeros(envs.num_envs, 21, 21, 64, dtype=torch.uint8)
 
@@ -770,7 +770,7 @@ class Run:
             }
         else:
             values, now = json.loads(config.read_text()), json.loads(json.dumps(asdict(self.args)))
-            parts, before = values.get("resumed", []), values["args"] | {"resume": now["resume"]}
+            parts, before = values.get("resumed", []), values.get("args", {}) | {"resume": now["resume"]}
             for part in parts:
                 before |= part.get("changed", {})
             changed = {name: value for name, value in now.items() if value != before.get(name)}

@@ -936,7 +936,7 @@ class Run:
             }
         else:
             values, now = json.loads(config.read_text()), json.loads(json.dumps(asdict(self.args)))
-            parts, before = values.get("resumed", []), values["args"] | {"resume": now["resume"]}
+            parts, before = values.get("resumed", []), values.get("args", {}) | {"resume": now["resume"]}
             for part in parts:
                 before |= part.get("changed", {})
             changed = {name: value for name, value in now.items() if value != before.get(name)}

@@ -19,6 +19,7 @@ import gymnasium as gym
 import helpers
 import numpy as np
 import pytest
+import tiny_envs
 import torch
 from graph_emulator import use_graphs
 from helpers import ROOT, agent_with, in_float64, load, on_ray, runners_of, without_times
@@ -262,6 +263,20 @@ def test_resumed_run_goes_on(train):
     on = helpers.call(EAGER, resume=str(run.run_dir), device="cpu", total_timesteps=384)
     assert on.checkpoint["num_updates"] >= run.checkpoint["num_updates"] + 6
     assert on.lines[: len(run.lines)] == run.lines and on.steps()[-1] >= 384
+
+
+@pytest.mark.parametrize("script", ["impala_ray", "ppo_ray", "a3c_ray"])
+def test_a_signal_is_heard_within_a_fragment(tmp_path, monkeypatch, script):
+    """In one process: the run ends at the next step, as of its last update."""
+    monkeypatch.setattr(tiny_envs, "EVENT", "SIGTERM@40")
+    settings = {"env_id": "tiny_envs:DiscreteStream-v0", "envs_per_runner": 1, "total_timesteps": 2000}
+    own = {name: x for name, x in SMALL.items() if hasattr(load(script).Args, name)} | settings
+    length = {"num_steps": 32, "num_minibatches": 1} if script == "ppo_ray" else {"fragment_steps": 32}
+    tiny_envs.received.clear()
+    with pytest.raises(SystemExit) as end:
+        helpers.call(script, **own | length | {"run_dir": str(tmp_path / "run")})
+    assert end.value.code == 128 + signal.SIGTERM and len(tiny_envs.received) == 40
+    assert 0 < helpers.outcome(tmp_path / "run").checkpoint["global_step"] <= 32
 
 
 def test_frames_are_seen_by_convolutions(train):
