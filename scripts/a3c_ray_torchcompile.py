@@ -557,7 +557,8 @@ def readings(name: str, value, seen: set, names: set):
             names.update(code.co_names, (x for x in code.co_consts if isinstance(x, str)))  # getattr(x, "name")
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         parts = {key: (getattr, cell, "cell_contents") for key, cell in cells}
-        parts |= {f"{value.__name__}[{key}]": (getattr, value, key) for key in ("__defaults__", "__kwdefaults__")}
+        keys = [key for key in ("__defaults__", "__kwdefaults__") if getattr(value, key)]
+        parts |= {f"{value.__name__}[{key}]": (getattr, value, key) for key in keys}
         parts |= {key: (dict.get, value.__globals__, key) for key in value.__globals__.keys() & names}
         parts |= {"self": (getattr, value, "__self__")} if hasattr(value, "__self__") and "." not in name else {}
     elif is_module:  # modules may have one another
@@ -1102,6 +1103,12 @@ def versions() -> dict[str, str]:
     return {"python": sys.version.split()[0]} | {name: version(name).partition("+")[0] for name in names}
 
 
+def other_versions(theirs: dict[str, str]) -> str:
+    """In what another process differs from this one; nothing where it does not."""
+    own = versions()
+    return "; ".join(f"{name} {x}, here it is {own[name]}" for name, x in theirs.items() if x != own[name])
+
+
 class Refused(RuntimeError):
     """What `fail` said in another process. It would say so there again, so the run ends."""
 
@@ -1192,10 +1199,8 @@ class RayRunners(Runners):
 
     def admit(self, index: int, news: dict) -> None:
         """Let a runner that has made its environments take part."""
-        own = versions()
-        differ = [f"{name} {x}, here it is {own[name]}" for name, x in news["versions"].items() if x != own[name]]
-        if differ:
-            self.stop(f"runner {index} ({news['place']}) has {'; '.join(differ)}")
+        if differ := other_versions(news["versions"]):
+            self.stop(f"runner {index} ({news['place']}) has {differ}")
         self.places[index], self.spaces, self.backend = news["place"], news["spaces"], news["backend"]
         self.alive.add(index)
         self.ask(index, self.ahead)
@@ -1286,7 +1291,8 @@ class RayRunners(Runners):
         cause, summary = getattr(error, "cause", None), cause_of(error)
         if cause is not None and not self.alive and not self.restarts:
             fail(summary)
-        if type(cause).__name__ == "Refused":  # by name, as it comes from another process
+        # By name, as it comes from another process. A runner that can't start may find its simulator the next time
+        if type(cause).__name__ == "Refused" and index in self.alive:
             self.stop(f"runner {index} ({self.places[index]}): {summary}")
         if cause is not None and summary not in self.told:  # the traceback, of each exception once
             tqdm.write(str(error), file=sys.stderr)

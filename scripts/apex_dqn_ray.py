@@ -1059,6 +1059,12 @@ def versions() -> dict[str, str]:
     return {"python": sys.version.split()[0]} | {name: version(name).partition("+")[0] for name in names}
 
 
+def other_versions(theirs: dict[str, str]) -> str:
+    """In what another process differs from this one; nothing where it does not."""
+    own = versions()
+    return "; ".join(f"{name} {x}, here it is {own[name]}" for name, x in theirs.items() if x != own[name])
+
+
 class Refused(RuntimeError):
     """What `fail` said in another process. It would say so there again, so the run ends."""
 
@@ -1149,10 +1155,8 @@ class RayRunners(Runners):
 
     def admit(self, index: int, news: dict) -> None:
         """Let a runner that has made its environments take part."""
-        own = versions()
-        differ = [f"{name} {x}, here it is {own[name]}" for name, x in news["versions"].items() if x != own[name]]
-        if differ:
-            self.stop(f"runner {index} ({news['place']}) has {'; '.join(differ)}")
+        if differ := other_versions(news["versions"]):
+            self.stop(f"runner {index} ({news['place']}) has {differ}")
         self.places[index], self.spaces, self.backend = news["place"], news["spaces"], news["backend"]
         self.alive.add(index)
         self.ask(index, self.ahead)
@@ -1243,7 +1247,8 @@ class RayRunners(Runners):
         cause, summary = getattr(error, "cause", None), cause_of(error)
         if cause is not None and not self.alive and not self.restarts:
             fail(summary)
-        if type(cause).__name__ == "Refused":  # by name, as it comes from another process
+        # By name, as it comes from another process. A runner that can't start may find its simulator the next time
+        if type(cause).__name__ == "Refused" and index in self.alive:
             self.stop(f"runner {index} ({self.places[index]}): {summary}")
         if cause is not None and summary not in self.told:  # the traceback, of each exception once
             tqdm.write(str(error), file=sys.stderr)

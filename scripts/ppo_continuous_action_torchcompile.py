@@ -532,7 +532,8 @@ def readings(name: str, value, seen: set, names: set):
             names.update(code.co_names, (x for x in code.co_consts if isinstance(x, str)))  # getattr(x, "name")
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         parts = {key: (getattr, cell, "cell_contents") for key, cell in cells}
-        parts |= {f"{value.__name__}[{key}]": (getattr, value, key) for key in ("__defaults__", "__kwdefaults__")}
+        keys = [key for key in ("__defaults__", "__kwdefaults__") if getattr(value, key)]
+        parts |= {f"{value.__name__}[{key}]": (getattr, value, key) for key in keys}
         parts |= {key: (dict.get, value.__globals__, key) for key in value.__globals__.keys() & names}
         parts |= {"self": (getattr, value, "__self__")} if hasattr(value, "__self__") and "." not in name else {}
     elif is_module:  # modules may have one another

@@ -532,6 +532,27 @@ def test_runner_with_other_versions_is_refused_by_name(capfd):
 
 
 @on_ray
+def test_what_a_learner_refuses_while_it_starts_is_said_at_once(train):
+    """As that there is no compiler on its machine: by its words, and not after --fragment-timeout."""
+    here, make, start = os.getpid(), SCRIPT.make_learner, time.monotonic()
+
+    def make_elsewhere(args, *others):
+        if os.getpid() != here:
+            SCRIPT.fail("there is no compiler")
+        return make(args, *others)
+
+    with mock.patch.object(SCRIPT, "make_learner", make_elsewhere), pytest.raises(SystemExit) as end:
+        train(num_runners=1, num_learners=2, fragment_timeout=200)
+    assert "a learner died: there is no compiler" in end.value.code and time.monotonic() - start < 60
+
+
+def test_versions_that_differ_are_named():
+    own = SCRIPT.versions()
+    assert SCRIPT.other_versions(own) == ""
+    assert SCRIPT.other_versions(own | {"torch": "1.0"}) == f"torch 1.0, here it is {own['torch']}"
+
+
+@on_ray
 def test_runners_that_die_again_and_again_end_the_run(train, tmp_path):
     """The checkpoint is kept."""
     path, log = tmp_path / "fault", SCRIPT.Run.log
