@@ -7,29 +7,29 @@
 # ///
 """A2C and A3C, advantage actor-critic whose runners compute gradients, on Ray: from one process to a cluster by flags.
 
-Mnih et al. (2016), "Asynchronous Methods for Deep Reinforcement Learning", https://arxiv.org/abs/1602.01783, whose
-algorithm S3 is meant below; the network for frames by Mnih et al. (2015), "Human-level control through deep
+Mnih et al. (2016), "Asynchronous Methods for Deep Reinforcement Learning", https://arxiv.org/abs/1602.01783; this
+is its algorithm S3. Network for frames: Mnih et al. (2015), "Human-level control through deep
 reinforcement learning", https://doi.org/10.1038/nature14236.
 
     python a3c_ray.py --env-id CartPole-v1 --num-runners 2                        # A2C
     python a3c_ray.py --env-id CartPole-v1 --num-runners 2 --no-sync-gradients    # A3C
-    python a3c_ray.py --ray-address auto --num-runners 64    # on a cluster, after `ray start` on all
+    python a3c_ray.py --ray-address auto --num-runners 64    # on a cluster, after `ray start` on each
 
-Its compiled twin is `a3c_ray_torchcompile.py`; the diff of the two shows all that compiling takes.
+Its compiled twin is `a3c_ray_torchcompile.py`; a diff of the two shows every change that compiling needs.
 Shapes: T = fragment_steps, V = envs_per_runner, O = size of an observation, A = number of actions, or size of an action
 of a Box, P = number of parameters.
 
-Runners step environments and send no data but gradients, each of its own T steps of V environments. By A2C the learner,
-this process, waits for one of each runner, makes one step by their mean, and all go on by the same weights: the same
-each time. By A3C each gradient is applied when it comes, though others have changed the weights meanwhile, and nobody
-waits. With --num-runners 0 all happens in this process, without Ray; with one runner, A2C and A3C are the same.
+Each runner takes T steps in V environments and sends only the gradient. In A2C the learner (this process) waits for one
+gradient from each runner, takes one step with their mean, and all continue with the same weights: reproducible. In A3C,
+each gradient is applied when it arrives, although others have changed the weights in the meantime, and nobody waits.
+With --num-runners 0, everything runs in this process, without Ray; with one runner, A2C and A3C are the same.
 
 Departures from the paper: Adam instead of RMSProp, means instead of sums, no LSTM; several environments for a runner; a
 truncated episode bootstraps from the value of its last observation, and the rows in which environments reset themselves
 are masked.
 
-How to read on: settings, networks, formulas; `make_learner` and `Runner`, the halves of the algorithm; `train`, which
-brings them together. Below the rule is nothing but plumbing.
+Reading order: settings, networks, formulas; `make_learner` and `Runner`, the halves of the algorithm; `train`, which
+brings them together. Below the `# ----` line is only plumbing.
 """
 
 import atexit
@@ -77,44 +77,44 @@ class Args:
     seed: int = 1  # seeds Python, NumPy, PyTorch and the environments
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
-    resume: str | None = None  # folder of a run to go on with, by its own settings, from its checkpoint
-    override: tuple[str, ...] = ()  # with --resume: CHANGEABLE settings that change, as gamma=0.98
+    resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
+    override: tuple[str, ...] = ()  # with --resume: new values for CHANGEABLE settings, such as gamma=0.98
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 10_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
     track: bool = False  # send the TensorBoard events to Weights & Biases too
-    wandb_project_name: str = "flatout"  # the project there
-    wandb_entity: str | None = None  # the team there
+    wandb_project_name: str = "flatout"  # the Weights & Biases project
+    wandb_entity: str | None = None  # the Weights & Biases team
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete or Box actions
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool where it is faster and knows the id
-    async_envs: bool = False  # a runner steps those of Gymnasium in worker processes: for steps of milliseconds
-    env_kwargs: str = "{}"  # arguments for its constructor, as JSON: '{"key": value}'
+    async_envs: bool = False  # runners step Gymnasium environments in worker processes: pays if steps take milliseconds
+    env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps in the whole run, rounded up to whole gradients
-    clip_rewards: bool = False  # to learn, rewards are cut down to [-1, 1]; returns in the log are not
+    clip_rewards: bool = False  # for learning, rewards are clipped to [-1, 1]; logged returns are not
 
     # Ray
-    num_runners: int = 2  # processes that step environments; 0: this process does, without Ray
+    num_runners: int = 2  # processes that step environments; 0: this process steps them, without Ray
     envs_per_runner: int = 8  # environments of each runner
-    cpus_per_runner: float = 1.0  # CPU cores that Ray sets aside for each runner, also fractions
-    gpus_per_runner: float = 0.0  # GPUs for each runner, also fractions; frames are then acted upon there
-    ray_address: str | None = None  # a cluster: auto (the one of this machine) or HOST:PORT; by default, a new one
-    runner_restarts: int = 100  # dead runners to replace in the run; at one more it ends
+    cpus_per_runner: float = 1.0  # CPU cores that Ray reserves per runner; may be fractional
+    gpus_per_runner: float = 0.0  # GPUs per runner; may be fractional; policies on frames then run there
+    ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
+    runner_restarts: int = 100  # replacements of dead runners allowed in a run; one more death ends it
     fragment_timeout: float = 300.0  # seconds without a fragment from any runner after which the run ends
 
     # A2C, A3C
-    sync_gradients: bool = True  # A2C: a step by the mean of one gradient of each runner; else A3C: a step by each one
+    sync_gradients: bool = True  # A2C: one step with the mean gradient of all runners; else A3C: one step per gradient
     fragment_steps: int = 8  # steps of each environment in a fragment
     learning_rate: float = 1e-3  # of Adam
-    adam_eps: float = 1e-3  # of Adam: what gradients of noise are damped by, like the 0.1 of the paper's RMSProp
+    adam_eps: float = 1e-3  # of Adam: damps steps on gradients that are only noise, like the 0.1 of the paper's RMSProp
     anneal_lr: bool = True  # lower the learning rate linearly to zero
     gamma: float = 0.99  # discount factor
     ent_coef: float = 0.001  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # the gradient is scaled down to this norm
 
-    # No settings, but `RayRunners` and `start_ray` ask for them
+    # Not settings, but `RayRunners` and `start_ray` read these names
     num_learners, cpus_per_learner, gpus_per_learner = 1, 1.0, 0.0
 
     @property
@@ -122,11 +122,11 @@ class Args:
         """A2C asks each runner for one gradient, and waits for all."""
         return "batched" if self.sync_gradients else "first"
 
-    sync_envs = property(lambda args: not args.async_envs)  # as `Envs` asks for it
+    sync_envs = property(lambda args: not args.async_envs)  # `Envs` reads this name
 
 
 METRICS = "losses/policy_loss", "losses/value_loss", "losses/entropy"
-# The least and the greatest value of a setting; of others, integers are 1 or more, floats 0 or more
+# Smallest and largest value of a setting; for settings not listed, integers are at least 1, floats at least 0
 LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "num_runners": (0, math.inf), "runner_restarts": (0, math.inf)}
 CHANGEABLE = "learning_rate", "gamma", "ent_coef", "vf_coef", "max_grad_norm", "num_runners"
 
@@ -164,7 +164,7 @@ class Frames(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, obs: Tensor) -> Tensor:
-        # Of blocks of 4 x 4 pixels as channels, 8 x 8 pixels with stride 4 are 2 x 2: an update takes half the time
+        # With 4 x 4 pixel blocks as channels, an 8 x 8 kernel of stride 4 becomes 2 x 2: an update takes half the time
         x = space_to_depth(obs.view(len(obs), -1, 84, 84)).permute(0, 3, 1, 2).float()
         x = nn.functional.conv2d(x, self.conv1.weight / 255, self.conv1.bias).relu()  # pixels from 0 to 1
         x = self.conv3(self.conv2(x).relu()).relu()
@@ -178,9 +178,9 @@ def normal_log_prob(action: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
 
 
 class ActorCritic(nn.Module):
-    """Policy and value: observation (B, O) -> what defines the policy (B, A), value (B,).
+    """Policy and value: observation (B, O) -> parameters of the policy (B, A), value (B,).
 
-    A Categorical policy has a logit for each action, a Gaussian one a mean. Stacks of frames go through a shared CNN.
+    These are logits for a categorical policy, means for a Gaussian one. Stacks of frames go through a shared CNN.
     """
 
     def __init__(self, observation_space: gym.Space, action_space: gym.Space):
@@ -206,13 +206,13 @@ class ActorCritic(nn.Module):
         return self.actor(features), self.critic(features).squeeze(1)
 
     def log_prob(self, output: Tensor, action: Tensor) -> Tensor:
-        """Of actions, by the actor's output (..., A) -> (...)."""
+        """Log-probability of actions, given the actor's output (..., A) -> (...)."""
         if self.is_discrete:
             return output.log_softmax(-1).gather(-1, action.long().unsqueeze(-1)).squeeze(-1)
         return normal_log_prob(action, output, self.log_std)
 
     def entropy(self, output: Tensor) -> Tensor:
-        """Of the policy, by the actor's output (..., A) -> (...)."""
+        """Entropy of the policy, given the actor's output (..., A) -> (...)."""
         if self.is_discrete:
             log_probs = output.log_softmax(-1)
             return -(log_probs.exp() * log_probs).sum(-1)
@@ -224,16 +224,16 @@ class ActorCritic(nn.Module):
         return space.start + action if self.is_discrete else action.clip(space.low.ravel(), space.high.ravel())
 
     def noise(self, rng: np.random.Generator, *shape: int) -> np.ndarray:
-        """(*shape, A), to add to the actor's output: the sum is a sample; of logits and Gumbel noise, its argmax is."""
+        """Noise (*shape, A) for the actor's output: the sum is a sample; of logits plus Gumbel noise, the argmax is."""
         if self.is_discrete:
             return rng.gumbel(size=(*shape, self.outputs)).astype(np.float32)
         return rng.standard_normal((*shape, self.outputs), dtype=np.float32) * self.log_std.detach().exp().cpu().numpy()
 
 
 def discounted_sum(x: Tensor, decay: Tensor) -> Tensor:
-    """y[t] = x[t] + decay[t] * y[t + 1] along the first dimension, in log2(T) rounds of the whole (T, N).
+    """y[t] = x[t] + decay[t] * y[t + 1] along the first dimension, in log2(T) passes over the whole (T, N).
 
-    A loop over 2048 steps takes 60 ms, this 0.3 ms: after each round, y[t] sums twice as many terms.
+    A loop over 2048 steps takes 60 ms, this takes 0.3 ms: each pass doubles the number of terms summed in y[t].
     """
     span = 1
     while span < len(x):
@@ -248,15 +248,15 @@ def n_step_advantage(
 ) -> Tensor:
     """All (T, N), but value (T + 1, N) -> (T, N): r[t] + gamma r[t + 1] + ... + gamma ** n value[t + n] - value[t].
 
-    The sum goes on to the last row, or to the episode's end; value[t + n] is that of its true last observation, from
-    which a truncated one bootstraps. Rows that are not valid (resets) get zero.
+    The sum runs to the last row or the episode's end; there, value[t + n] is that of its true last observation, from
+    which a truncated episode bootstraps. Invalid rows (resets) get zero.
     """
     delta = (reward + gamma * (1 - terminated) * value[1:] - value[:-1]) * valid
     return discounted_sum(delta, gamma * (1 - torch.maximum(terminated, truncated)) * valid)
 
 
 def clip(gradients: tuple[Tensor, ...], max_norm: float) -> tuple[Tensor, ...]:
-    """The gradients, scaled down together where the norm of all of them exceeds `max_norm`."""
+    """The gradients, scaled by one common factor so that their global norm is at most `max_norm`."""
     norm = torch.cat([gradient.reshape(-1) for gradient in gradients]).norm()
     return torch._foreach_mul(gradients, (max_norm / (norm + 1e-6)).clamp(max=1))
 
@@ -268,9 +268,9 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
     num_weights = sum(optimizer.sizes)
 
     def gradient(obs: Tensor, action: Tensor, rows: Tensor) -> Tensor:
-        """From observation (T + 1, V, O), action (T, V) or (T, V, A), and (T, V, 4): reward, terminated, truncated,
+        """One vector of sums over rows: gradient of the loss (P,), METRICS, number of valid rows. They can be added.
 
-        valid -> one vector: gradient of the loss (P,), METRICS, 1, summed over rows. Such vectors can be added up.
+        From obs (T + 1, V, O), action (T, V[, A]), rows (T, V, 4): reward, terminated, truncated, valid.
         """
         reward, terminated, truncated, valid = rows.unbind(2)
         if args.clip_rewards:
@@ -279,7 +279,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         output, value = output.view(*obs.shape[:2], -1)[:-1], value.view(obs.shape[:2])
         advantage = n_step_advantage(reward, value.detach(), terminated, truncated, valid, args.gamma)
         policy_loss = -(agent.log_prob(output, action) * advantage).sum()
-        # The target is the return: the advantage and the value by which it was taken
+        # The target is the return: the advantage plus the value that it subtracts
         value_loss = 0.5 * ((value[:-1] - value[:-1].detach() - advantage).square() * valid).sum()
         entropy = (agent.entropy(output) * valid).sum()
         loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
@@ -288,7 +288,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         return torch.cat([*(x.reshape(-1) for x in gradients), sums])
 
     def descend(sums: Tensor) -> Tensor:
-        """One step of Adam by such sums, of one or more runners -> the means of the METRICS."""
+        """One step of Adam with such sums from one or more runners -> the means of the METRICS."""
         means = sums / sums[-1].clamp(min=1)
         parts = zip(means[:num_weights].split(optimizer.sizes), optimizer.weights, strict=True)
         optimizer.step(clip([x.view_as(weight) for x, weight in parts], args.max_grad_norm))
@@ -298,7 +298,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
 
 
 class Runner:
-    """An actor-learner of the paper: V environments, a copy of the network, and gradients of what it went through."""
+    """The paper's actor-learner: V environments and a copy of the network; it computes gradients of its own data."""
 
     def __init__(self, args: Args, seeds: list[int]):
         backend = choose_backend(args.env_id, args.env_backend, in_process=len(seeds) == 1)
@@ -319,7 +319,7 @@ class Runner:
         self.obs, self.done = self.envs.reset(), np.zeros((1, len(seeds)), dtype=bool)
 
     def sample(self, version: int, weights: np.ndarray) -> tuple[dict, np.ndarray]:
-        """T steps by a version of the weights (P,) -> a report for the log, and what `gradient` returns."""
+        """T steps with one version of weights (P,) -> a report for the log, and what `gradient` returns."""
         self.clock.lap("runners_waiting")
         set_weights(self.agent, weights)
         self.clock.lap("weights")
@@ -337,7 +337,7 @@ class Runner:
             obs[t + 1], reward[t], terminated[t], truncated[t] = self.envs.step(self.agent.to_env(action[t]))
             spent[t] = self.clock.lap("env_step")
         previous, self.obs, self.done = self.done[-1:], obs[-1], terminated | truncated
-        valid = ~np.concatenate([previous, self.done[:-1]])  # after a row in which an episode ended comes its reset
+        valid = ~np.concatenate([previous, self.done[:-1]])  # the row after an episode's end is its reset
         episodes = self.statistics.update(reward, self.done, valid)
         rows = np.stack([reward, terminated, truncated, valid], axis=2).astype(np.float32)
         self.clock.move("env_step", "env_reset", time_of_resets(spent, ~valid))
@@ -349,22 +349,22 @@ class Runner:
 
 
 def train(args: Args) -> Path:
-    """Train from the start, or from a checkpoint, to the end; returns the run's folder. Wrong input: SystemExit(2)."""
+    """Train from scratch or from a checkpoint to the end; return the run's folder. Invalid input: SystemExit(2)."""
     run = Run(args)
     args, device = run.args, run.device
     runners = GradientRunners(args, run) if args.num_runners else OneRunner(args, run)
     agent, optimizer, _, descend = make_learner(args, *runners.spaces, device)
-    torch.set_num_threads(num_cores() if agent.sees_frames else 1)  # small networks lose by a second thread
+    torch.set_num_threads(num_cores() if agent.sees_frames else 1)  # a second thread slows small networks down
     run.open(runners, agent=agent, optimizer=optimizer)
     runners.publish(run.num_updates, get_weights(agent))
     while run.goes_on():
         if args.anneal_lr:
             optimizer.learning_rate.fill_(args.learning_rate * max(0.0, 1 - run.step / args.total_timesteps))
 
-        # Collect. A2C: a gradient of each runner, which waits for the weights that follow. A3C: whichever comes first
+        # Collect. A2C: one gradient per runner; runners wait for the next weights. A3C: the first gradient to arrive
         _reports, gradients = runners.collect(max(1, args.num_runners) if args.sync_gradients else 1, 1)
 
-        # Learn. By the mean over all rows, as if one runner had had them all
+        # Learn. The mean over all rows, as if one runner had collected them all
         losses = descend(torch.from_numpy(np.sum(gradients, axis=0)).to(device))
         run.num_updates += 1
         runners.publish(run.num_updates, get_weights(agent))
@@ -393,7 +393,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
 
 
 class EpisodeStatistics:
-    """Return and length of each episode that ends, from rows (T, N); a reset row has reward 0 and is no step."""
+    """Return and length of each episode that ends, from rows (T, N); a reset row has reward 0 and does not count."""
 
     def __init__(self, num_envs: int):
         self.episode_return, self.episode_length = np.zeros(num_envs), np.zeros(num_envs, dtype=int)
@@ -414,8 +414,8 @@ class Adam(nn.Module):
     """Adam (Kingma & Ba 2015, algorithm 1): PyTorch's fused kernel, without the bookkeeping of torch.optim around it.
 
     For small networks that bookkeeping takes longer than the kernel. torch.compile can trace neither, so compiled code
-    has the formula written out, on all weights as one vector (P,), which becomes a single loop. What changes is kept in
-    tensors, the learning rate too, so that compiled code and CUDA graphs read its present value.
+    uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
+    the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -425,19 +425,19 @@ class Adam(nn.Module):
         zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
         self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate, dtype=torch.float))
         self.register_buffer("first_learning_rate", self.learning_rate.clone())
-        self.register_buffer("steps", torch.zeros_like(zeros[0], dtype=torch.float))  # CUDA's kernel reads both so
+        self.register_buffer("steps", torch.zeros_like(zeros[0], dtype=torch.float))  # CUDA's kernel reads floats
         self.register_buffer("beta_powers", torch.ones(2, device=zeros.device))  # each beta to the power of `steps`
         self.register_buffer("beta_factors", zeros.new_tensor(betas), persistent=False)
         self.register_buffer("exp_avg", zeros.clone())
         self.register_buffer("exp_avg_sq", zeros.clone())
-        # The kernel takes lists: views of the two vectors, which a checkpoint fills in place. On CUDA it refuses those
-        # that do not lie in memory as their weight does
+        # The kernel takes lists of tensors: views of the two vectors, which a checkpoint fills in place. On CUDA, each
+        # view must have the same memory layout as its weight
         parts = zip(self.weights, self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes), strict=True)
         views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
         self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
 
     def load_state_dict(self, state: dict) -> None:
-        """What a checkpoint holds, but for a learning rate that --override has changed: that counts from here on."""
+        """Load a checkpoint's state, but keep a learning rate that --override has changed."""
         new = self.first_learning_rate.clone()
         super().load_state_dict(state)
         if new != self.first_learning_rate:
@@ -448,9 +448,9 @@ class Adam(nn.Module):
     def step(self, gradients: tuple[Tensor, ...]) -> None:
         """Change the weights in place, down their gradients."""
         self.steps.add_(1)
-        self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would compute a power anew every few weights
+        self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would recompute a power every few weights
         beta1, beta2 = self.betas
-        if torch.compiler.is_compiling():  # the formula: what you change here or in the kernel's call, change in both
+        if torch.compiler.is_compiling():  # the formula: change it and the kernel's call below together
             gradient = torch.cat([g.reshape(-1) for g in gradients])
             self.exp_avg.lerp_(gradient, 1 - beta1)
             self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
@@ -459,7 +459,7 @@ class Adam(nn.Module):
             parts = zip(change.split(self.sizes), self.weights, strict=True)
             torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
             return
-        # The kernel goes through memory in order, so a gradient must lie there as its weight does
+        # The kernel reads memory in order, so each gradient must have the same memory layout as its weight
         pairs = zip(gradients, self.weights, strict=True)
         gradients = [g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in pairs]
         torch._fused_adam_(
@@ -470,10 +470,10 @@ class Adam(nn.Module):
 
 
 def numpy_mlp(net: nn.Sequential):
-    """The function of a network on NumPy arrays (B, inputs) -> (B, outputs): 5 us for one row, where PyTorch takes 35.
+    """A network as a function of NumPy arrays (B, inputs) -> (B, outputs): 5 us for one row, where PyTorch takes 35.
 
-    It reads the memory of the parameters, which must be on the CPU, and follows when these change in place. Layers that
-    it does not know are left to PyTorch.
+    It shares the memory of the parameters, which must be on the CPU, so it follows in-place changes. Networks with
+    layers that it does not know are left to PyTorch.
     """
     known = {nn.Tanh: np.tanh, nn.ReLU: partial(np.maximum, np.float32(0))}
     layers = list(net) if isinstance(net, nn.Sequential) else [net]
@@ -496,10 +496,10 @@ def numpy_mlp(net: nn.Sequential):
 
 @torch.no_grad()
 def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
-    """Refuse a policy that acts, of arrays (B, O) -> (B, A), if the one that learns, of tensors, computes others.
+    """Fail unless the acting policy, on arrays, and the learning one, on tensors, agree: both (B, O) -> (B, A).
 
-    At other weights and buffers of the module, too: at the first ones outputs are so small that much passes for equal,
-    and statistics do nothing. For small observations and for large ones, which `forward` may clip.
+    The test changes the module's weights and buffers: with the initial ones, outputs are so small that much passes for
+    equal, and statistics have no effect. It uses small observations and large ones, which `forward` may clip.
     """
     rng, generator = np.random.default_rng(1), torch.Generator().manual_seed(1)
     obs = (rng.normal(size=(64, obs_dim)) * np.logspace(-1, 2, 64)[:, None]).astype(np.float32)
@@ -508,10 +508,10 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     for x in [x for x in state if x.is_floating_point()]:  # weights of either sign; buffers may be variances
         draw, inputs = (torch.randn if isinstance(x, nn.Parameter) else torch.rand), math.prod(x.shape[1:])
         x.add_((draw(x.shape, generator=generator) / max(1, inputs) ** 0.5).to(x.device, x.dtype))
-    try:  # a row by itself, since layers may look at the whole batch
+    try:  # one row on its own, since layers may look at the whole batch
         acted = np.concatenate([acting(obs[:1]), acting(obs[1:])])
         learnt = np.broadcast_to(learning(torch.from_numpy(obs)).numpy().copy(), acted.shape)
-    except (ValueError, IndexError) as error:  # as BatchNorm's, of a single row
+    except (ValueError, IndexError) as error:  # such as BatchNorm's for a single row
         fail(f"the policy can't act: {error}")
     finally:
         torch._foreach_copy_(state, first)
@@ -522,18 +522,18 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    """End with one line and exit code 2: the input is wrong."""
+    """Report invalid input in one line and end with exit code 2."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def num_cores() -> int:
-    """How many CPU cores this process may use; all there are, on a system that does not tell."""
+    """Number of CPU cores this process may use; on a system that does not tell, all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
-    """The library that makes the environments; SystemExit(2) if none knows the id, with the ids that come near."""
+    """The library that makes the environments; SystemExit(2) with similar ids if none knows the id."""
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
     libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"], []
     for library in libraries if in_process else reversed(libraries):
@@ -559,7 +559,7 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     if multiprocessing.parent_process() is not None:
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.SIG_IGN)
-    # No warnings that nobody can act upon: of old ids, which published results are of, and of old attributes in models
+    # No warnings that nobody can act on: about old ids, which published results use, and old attributes in models
     warnings.filterwarnings("ignore", ".*out of date")
     if "mujoco" in str(env):
         importlib.import_module("mujoco").set_mju_user_warning(lambda _message: None)
@@ -601,10 +601,10 @@ class SyncEnvs:
 
 @contextlib.contextmanager
 def light_start():
-    """Worker processes started herein ignore signals, have one thread, and do not import this file.
+    """Worker processes started in this context ignore signals, have one thread, and do not import this file.
 
-    Else multiprocessing imports the main module in each, and PyTorch with it: 1.6 s and 230 MB instead of 0.2 s and
-    40 MB. So, meanwhile, an empty module takes its place.
+    Otherwise multiprocessing imports the main module in each, and with it PyTorch: 1.6 s and 230 MB instead of 0.2 s
+    and 40 MB. So an empty module takes its place meanwhile.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
@@ -623,12 +623,12 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
     multiprocessing.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
     with light_start():
         vector = gym.vector.AsyncVectorEnv(env_fns, context="forkserver")
-    atexit.register(lambda: [process.kill() for process in vector.processes])  # else a run that broke may wait for them
+    atexit.register(lambda: [process.kill() for process in vector.processes])  # else a failed run may wait for them
     return vector
 
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
-    """Raise a ValueError at a NaN or infinity; in terminal observations, whose value does not count, it is set to 0."""
+    """Raise a ValueError at NaN or infinity; in terminal observations, whose value is not used, set them to 0."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
         obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
@@ -654,8 +654,8 @@ def without(settings: dict, names: set[str]) -> dict:
 class Envs:
     """N environments side by side: flat observations (N, O); actions (N, A), or (N,) where they are discrete.
 
-    Autoreset is one step late, whatever the backend: the observation at an episode's end is its true last one, and the
-    next step ignores its action, resets that environment and returns reward 0. This row is no step of the environment.
+    Autoreset happens one step late, whatever the backend: the observation at an episode's end is its true last one; the
+    next step ignores its action, resets that environment and returns reward 0. This row does not count as a step.
     """
 
     def __init__(self, args: Args, seeds: list[int]):
@@ -671,15 +671,15 @@ class Envs:
                 self.vector = importlib.import_module("envpool").make_gymnasium(args.env_id, seed=seeds, **settings)
                 self.observation_space, self.action_space = self.vector.observation_space, self.vector.action_space
             else:
-                # A record instead of the id, since what this file registers is unknown in a worker process
+                # The spec instead of the id, since a worker process does not know what this file registers
                 env_fns = [partial(make_env, gym.registry.get(args.env_id, args.env_id), settings)] * len(seeds)
                 self.vector = (SyncEnvs if in_process else worker_envs)(env_fns)
                 self.observation_space = self.vector.single_observation_space
                 self.action_space = self.vector.single_action_space
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
-        except Exception as error:  # whatever a constructor brings up
+        except Exception as error:  # anything a constructor may raise
             fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}")
-        self.action_shape = (len(seeds), *(self.action_space.shape or ()))  # those of some spaces are None
+        self.action_shape = (len(seeds), *(self.action_space.shape or ()))  # the shape of some spaces is None
         where = "threads" if self.backend == "envpool" else "this process" if in_process else "worker processes"
         self.summary = f"environments: {len(seeds)} by {self.backend}, in {where}"
         warn_of_pixels(self.observation_space, self.obs_dim)
@@ -720,7 +720,7 @@ class Envs:
         workers = getattr(self.vector, "processes", ()) if is_pipe else ()
         if workers:
             time.sleep(0.1)  # until exit codes are there
-            self.vector.closed = True  # else, at exit, it would wait for the answer of the dead
+            self.vector.closed = True  # else it would wait at exit for the answer of a dead worker
         dead = [f"{i} (exit code {p.exitcode})" for i, p in enumerate(workers) if p.exitcode]
         if dead:
             return f"environment worker {', '.join(dead)} died"
@@ -744,7 +744,7 @@ class Envs:
 
 
 def check_layers(module: nn.Module) -> None:
-    """Refuse layers by which a policy would act otherwise than it learns: it acts by weights, in batches of its own."""
+    """Refuse layers that compute differently in acting and learning: acting gets only weights and its own batches."""
     kinds = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
     found = [f"layer `{name}`, {layer}" for name, layer in module.named_modules() if isinstance(layer, kinds)]
     found += [f"buffer `{name}`" for name, _ in module.named_buffers()]
@@ -780,7 +780,7 @@ def set_weights(module: nn.Module, vector: np.ndarray) -> None:
 
 
 class Clock:
-    """What time is spent on: each lap adds the seconds since the one before to a name, and returns them."""
+    """Records where time goes: each lap adds the seconds since the previous one to a name, and returns them."""
 
     def __init__(self):
         self.seconds, self.last = defaultdict(float), time.perf_counter()
@@ -797,12 +797,12 @@ class Clock:
 
 
 def take(counts: dict) -> dict:
-    """What a dictionary holds, which is empty after that."""
+    """Return the contents of a dictionary and empty it."""
     return {name: counts.pop(name) for name in list(counts)}
 
 
 def time_of_resets(spent: np.ndarray, is_reset: np.ndarray) -> float:
-    """The seconds (T,) by which steps of environments with a reset among them (T, V) took longer than the others."""
+    """Seconds per step (T,), resets (T, V) -> total extra time of steps with a reset over the mean of the others."""
     has_reset = is_reset.any(1)
     if not has_reset.any() or has_reset.all():
         return 0.0
@@ -810,7 +810,7 @@ def time_of_resets(spent: np.ndarray, is_reset: np.ndarray) -> float:
 
 
 class Runners:
-    """What the learner sees of its runners, wherever they are."""
+    """The learner's interface to its runners, wherever they are."""
 
     SHARES = ("env_step", "env_reset", "inference", "runners_waiting", "learner_waiting", "learning", "weights")
 
@@ -822,7 +822,7 @@ class Runners:
         self.alive, self.restarts, self.late = set(), 0, 0
 
     def note(self, report: dict) -> None:
-        """Count what a fragment brings."""
+        """Add the report of a fragment to the counts."""
         self.run.step += report["steps"]
         self.run.episodes += report["episodes"]
         self.staleness.append(self.run.num_updates - report["version"])
@@ -832,7 +832,7 @@ class Runners:
             self.infos[name] += values
 
     def metrics(self) -> dict[str, float]:
-        """Since the last line of the log. The shares of the time of all processes sum to 100 %."""
+        """Metrics since the last log line. The shares of the time of all processes sum to 100 %."""
         for name, seconds in take(self.clock.seconds).items():
             self.seconds[name] += seconds
         total, seconds = sum(self.seconds.values()), take(self.seconds)
@@ -856,7 +856,7 @@ class OneRunner(Runners):
         if args.gpus_per_runner and not torch.cuda.is_available():
             fail(f"--gpus-per-runner {args.gpus_per_runner:g}: this machine has no GPU")
         self.runner, self.alive = Runner(args, self.seeds), {0}
-        self.envs, self.clock = self.runner.envs, self.runner.clock  # one clock, as nobody waits
+        self.envs, self.clock = self.runner.envs, self.runner.clock  # one clock, as neither waits for the other
         self.spaces = self.envs.observation_space, self.envs.action_space
         self.backend, self.close, step = self.envs.backend, self.envs.close, self.envs.step
 
@@ -883,7 +883,7 @@ class OneRunner(Runners):
 
 def start_ray(args: Args):
     """Join the cluster of --ray-address, or start Ray on this machine -> its module; SystemExit(2) where that fails."""
-    # No report to Ray's makers, no GPUs hidden from who asks for none, no traceback for each call of a dead runner
+    # No usage report to Ray, no GPUs hidden from processes that reserve none, no traceback per call to a dead runner
     settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     os.environ |= settings | {"RAY_IGNORE_UNHANDLED_ERRORS": "1"} | os.environ
     try:
@@ -912,12 +912,12 @@ def start_ray(args: Args):
         if need > has.get(name, 0):
             fail(f"the processes of this run need {need:g} {name}s, the cluster has {has.get(name, 0):g}")
     if __name__ != "__main__":
-        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # this text is the one that all processes run
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # all processes run this source
     return ray
 
 
 def versions() -> dict[str, str]:
-    """Of what runners and learners must agree on."""
+    """Versions of the packages that runners and learners must agree on."""
     names = ("torch", "numpy", "gymnasium", "envpool", "ray")
     return {"python": sys.version.split()[0]} | {name: version(name).partition("+")[0] for name in names}
 
@@ -929,11 +929,11 @@ def other_versions(theirs: dict[str, str]) -> str:
 
 
 class Refused(RuntimeError):
-    """What `fail` said in another process. It would say so there again, so the run ends."""
+    """A call to `fail` in another process, with its message. A new process would fail too, so the run ends."""
 
 
 def heard(function, *arguments):
-    """Call a function in a process of Ray's: `fail` is its death there, and nobody sees what it printed."""
+    """Call a function in a Ray process, turning `fail` into `Refused`: else the process dies and its output is lost."""
     with contextlib.redirect_stderr(io.StringIO()) as output:
         try:
             return function(*arguments)
@@ -942,7 +942,7 @@ def heard(function, *arguments):
 
 
 class RemoteRunner:
-    """A runner in a process of Ray's. An environment that breaks is an exception of `sample`."""
+    """A runner in a Ray process. If an environment breaks, `sample` raises an exception."""
 
     def __init__(self, args: Args, seeds: list[int], spec: gym.envs.registration.EnvSpec | None):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the learner's
@@ -979,27 +979,27 @@ def cause_of(error: Exception) -> str:
 class RayRunners(Runners):
     """Runners as actors of Ray, wherever in the cluster there is room.
 
-    By default each is asked for two fragments: it works at one, and need not wait for the learner to begin the next,
-    but never runs far ahead. With --rollout first-ready it is asked for the next when one has come, and what is older
-    than one update is left out; with batched, each brings one by the newest weights, and all are waited for.
+    By default, two fragments are requested of each runner: it works on one and can begin the next without waiting for
+    the learner, but never runs far ahead. With --rollout first-ready, the next is requested when one has arrived, and
+    those older than one update are dropped; with batched, the learner waits for one from each, with the newest weights.
 
-    A runner that dies, or whose environment raises, is replaced by another, with new seeds; what it was asked for is
-    lost. The learner goes on with what the others bring.
+    A runner that dies, or whose environment raises, is replaced by another with new seeds; its pending requests are
+    lost. The learner continues with the fragments of the others.
     """
 
     def __init__(self, args: Args, run: "Run"):
         super().__init__(args, run)
-        choose_backend(args.env_id, args.env_backend, in_process=False)  # a typing error is found before Ray starts
+        choose_backend(args.env_id, args.env_backend, in_process=False)  # catches a mistyped id before Ray starts
         self.own_ray, self.ray = "ray" not in sys.modules or not sys.modules["ray"].is_initialized(), start_ray(args)
         place = {"num_cpus": args.cpus_per_runner, "num_gpus": args.gpus_per_runner, "scheduling_strategy": "SPREAD"}
         self.remote, self.actors, self.places, self.weights = self.ray.remote(**place)(RemoteRunner), {}, {}, None
-        # How many fragments are asked of a runner at once, and by how many updates one may be old: see above
+        # How many fragments are requested of a runner at once, and how many updates old one may be: see above
         asking = {"batched": (1, 0), "first-ready": (1, 1)}
         self.ahead, self.most_stale = asking.get(getattr(args, "rollout", None), (2, math.inf))
         # Reference of a report -> index of its runner, reference of its fragment (None while the runner is starting)
         self.in_flight = {}
-        self.failures, self.told = [0] * args.num_runners, set()  # in a row; what was said of exceptions
-        # What runners know of the settings; since when each owes a fragment; when one came last
+        self.failures, self.told = [0] * args.num_runners, set()  # consecutive failures; errors already reported
+        # Settings as sent to runners; since when each owes a fragment; when the last fragment arrived
         self.sent_args, self.since, self.last_news = replace(args), [math.inf] * args.num_runners, -math.inf
         self.deadline = time.monotonic() + args.fragment_timeout
         for index in range(args.num_runners):
@@ -1009,7 +1009,7 @@ class RayRunners(Runners):
                 self.hear(reference)
 
     def start(self, index: int) -> None:
-        """Let Ray start a runner; after the death of one, with seeds that none has had."""
+        """Let Ray start a runner; one that replaces a dead one gets new seeds."""
         seeds = self.seeds[index * self.args.envs_per_runner :][: self.args.envs_per_runner]
         if self.restarts:
             seeds = (np.random.SeedSequence([*seeds, self.restarts]).generate_state(len(seeds)) >> 1).tolist()
@@ -1025,7 +1025,7 @@ class RayRunners(Runners):
         self.ask(index, self.ahead)
 
     def ask(self, index: int, count: int) -> None:
-        """Let so many fragments be asked of a runner, by the newest weights."""
+        """Request fragments with the newest weights until `count` requests to a runner are pending."""
         asked = sum(other == index for other, _ in self.in_flight.values())
         self.since[index] = self.since[index] if asked else time.monotonic()
         for _ in range(count - asked if self.weights else 0):
@@ -1033,7 +1033,7 @@ class RayRunners(Runners):
             self.in_flight[report] = index, fragment
 
     def publish(self, version: int, weights: np.ndarray, *others) -> None:
-        """Ask by these weights from now on. A small vector goes along with each question, a large one is put once."""
+        """Use these weights for requests from now on. A small vector goes with each; a large one is put once."""
         self.clock.lap("learning")
         if self.args != self.sent_args:
             name = next(x for x, value in asdict(self.sent_args).items() if value != getattr(self.args, x))
@@ -1045,7 +1045,7 @@ class RayRunners(Runners):
         self.clock.lap("weights")
 
     def ready(self) -> list:
-        """References of what runners have done, in the order in which they were asked; within half a second."""
+        """References to finished calls of runners, in the order of the requests; waits half a second at most."""
         references, now = list(self.in_flight), time.monotonic()
         ready, waiting = self.ray.wait(references, num_returns=len(references), timeout=0)
         self.queue.append(len(ready))
@@ -1060,10 +1060,10 @@ class RayRunners(Runners):
         return ready or self.ray.wait(references, num_returns=1, timeout=0.5)[0]
 
     def hear(self, reference, found: list | None = None, num_ours: int = 0) -> None:
-        """Handle a call that is done: let a runner that has started take part, or keep a fragment and its report.
+        """Handle a finished call: admit a runner that has started, or store a fragment and its report.
 
-        These go to a free place in `found`. After the first `num_ours` places, fragments are for other learners: they
-        stay references.
+        These go to a free place in `found`. Places from `num_ours` on are for other learners: their fragments stay
+        references.
         """
         index, fragment = self.in_flight.pop(reference, (None, None))
         if index is None:
@@ -1088,7 +1088,7 @@ class RayRunners(Runners):
             self.ask(index, 1)
 
     def collect(self, batch_fragments: int, num_learners: int) -> tuple[tuple, tuple]:
-        """Reports and fragments, first those for this learner's batch; references to those for the others."""
+        """Reports and fragments: first those of this learner's batch, then references to those of other learners."""
         self.clock.lap("learning")
         self.deadline = time.monotonic() + self.args.fragment_timeout  # an update may have taken longer
         found = [None] * (batch_fragments * num_learners)
@@ -1099,14 +1099,14 @@ class RayRunners(Runners):
             asked = sum(fragment is not None for _, fragment in self.in_flight.values())
             idle = sorted(self.alive - {index for index, _ in self.in_flight.values()})
             for index in idle[: max(0, found.count(None) - asked)]:
-                self.ask(index, 1)  # in the place of one that has died
+                self.ask(index, 1)  # instead of one that has died
         for report, _ in found:
             self.note(report)
         self.clock.lap("learner_waiting")
         return tuple(zip(*found, strict=True))
 
     def bury(self, index: int, error: Exception) -> None:
-        """Replace a runner that died, or broke; but end the run if one does so again and again."""
+        """Replace a runner that died or raised; end the run if that happens repeatedly."""
         cause, summary = getattr(error, "cause", None), cause_of(error)
         if cause is not None and not self.alive and not self.restarts:
             fail(summary)
@@ -1137,7 +1137,7 @@ class RayRunners(Runners):
 
 
 class GradientRunners(RayRunners):
-    """Runners of Ray that get their next question when their last gradient has been applied, not before.
+    """Ray runners that get their next request only after their last gradient has been applied.
 
     So a runner always starts from weights that include its own work.
     """
@@ -1149,7 +1149,7 @@ class GradientRunners(RayRunners):
         super().__init__(args, run)
 
     def ask(self, index: int, count: int) -> None:
-        """By A3C one less than `RayRunners` would: none when a gradient has come, one when weights are published."""
+        """In A3C, one request fewer than `RayRunners`: none when a gradient arrives, one when weights are published."""
         super().ask(index, count if self.args.sync_gradients else count - 1)
 
 
@@ -1177,7 +1177,7 @@ def validate(args: Args) -> torch.device:
 
 
 def typed_flags() -> list[str]:
-    """What was typed, CleanRL's --cuda as ours; SystemExit(2) at its flags that are not here, with what there is."""
+    """The command line, with CleanRL's --cuda translated; SystemExit(2) for its other flags, with a replacement."""
     words = [{"--cuda": "--device=auto", "--no-cuda": "--device=cpu"}.get(word, word) for word in sys.argv[1:]]
     instead = {"--torch-deterministic": "runs on a CPU always are", "--save-model": "each run leaves checkpoint.pt"}
     instead["--capture-video"] = "./run.sh evaluate RUN_DIR --video FILE.mp4"
@@ -1188,18 +1188,18 @@ def typed_flags() -> list[str]:
 
 
 def load_checkpoint(args: Args) -> tuple[Args, dict]:
-    """The settings and the checkpoint of the run to resume; without --resume the settings as they are, and nothing."""
+    """Settings and checkpoint of the run to resume; without --resume, the settings as given and an empty dict."""
     if args.resume is None:
         if args.override:
             fail("--override changes settings of a run that goes on; it needs --resume RUN")
         return args, {}
     try:
-        # Mapped, not read: a replay buffer goes from the file straight to its place
+        # Memory-mapped: a replay buffer is copied from the file directly to its place
         checkpoint = torch.load(Path(args.resume, "checkpoint.pt"), map_location="cpu", weights_only=True, mmap=True)
         if checkpoint["script"] != Path(__file__).name:
             raise ValueError(f"this is a run of {checkpoint['script']}")
         saved = Args(**checkpoint["args"])
-    except Exception as error:  # whatever unpickling a broken file brings up
+    except Exception as error:  # anything unpickling a broken file may raise
         fail(f"can't resume {args.resume}: {type(error).__name__}: {error}")
     flags = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv[1:] if word.startswith("--")]
     other_names = {"cuda": "device", "start_e": "epsilon_start", "end_e": "epsilon_end"}  # CleanRL's
@@ -1235,7 +1235,7 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
 
 
 def lock(file) -> bool:
-    """Keep other processes from taking this file until it is closed; whether none of them has taken it before."""
+    """Lock this file against other processes until it is closed; False if another process holds the lock."""
     try:
         import fcntl
 
@@ -1248,7 +1248,7 @@ def lock(file) -> bool:
 
 
 def check_storable(name: str, value) -> None:
-    """Refuse what a checkpoint can be written with, but not read: safe loading knows no NumPy and no own classes."""
+    """Refuse values that can be written to a checkpoint but not read: safe loading rejects NumPy and custom classes."""
     parts = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list | tuple) else {}
     for key, part in parts.items():
         check_storable(f"{name}[{key!r}]", part)
@@ -1259,11 +1259,11 @@ def check_storable(name: str, value) -> None:
 class Run:
     """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
 
-    At the first SIGINT or SIGTERM `stopped_by` is set, and the loop is to end. A second one of the same kind kills.
+    The first SIGINT or SIGTERM sets `stopped_by`, and the loop should end. A second one of the same kind kills.
     """
 
     def __init__(self, args: Args):
-        """Take up the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
+        """Load the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
         self.args, self.checkpoint = load_checkpoint(args)
         self.device = validate(self.args)
         counters = (self.checkpoint.get(name, 0) for name in ("global_step", "iteration", "num_updates", "seconds"))
@@ -1276,7 +1276,7 @@ class Run:
         torch.manual_seed(self.args.seed)
 
     def env_seeds(self, num_envs: int) -> list[int]:
-        """A seed for each environment: 31 bits, as EnvPool takes them; others for each run, and after a resume."""
+        """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
     def restore(self) -> None:
@@ -1295,7 +1295,7 @@ class Run:
         self.checkpoint = None  # frees a replay buffer
 
     def open(self, envs, **state) -> None:
-        """Load the parts of `state` from a checkpoint, to which they will be saved; open the run's folder."""
+        """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
         if self.checkpoint:
@@ -1371,7 +1371,7 @@ class Run:
         signal.signal(signum, signal.SIG_DFL)
 
     def keep_rng(self) -> None:
-        """Note the random state as of now: a rollout that is broken off has drawn numbers which must not count."""
+        """Record the random state for the next checkpoint: numbers drawn in an interrupted rollout must not count."""
         name, keys, *rest = np.random.get_state()
         self.rng = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state()}
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
@@ -1406,7 +1406,7 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        """Write the checkpoint beside the old one, then put it in its place: at any moment the disk has a whole one."""
+        """Write the checkpoint beside the old one, then replace that: a complete one is on disk at all times."""
         modules = [part for part in self.state.values() if isinstance(part, nn.Module)]
         if not all(weight.isfinite().all() for module in modules for weight in module.parameters()):
             sys.exit(f"error: weights are NaN or infinite at step {self.step}; {self.hint()}")
@@ -1433,12 +1433,12 @@ class Run:
         return self.step < self.args.total_timesteps and self.stopped_by is None
 
     def is_due(self) -> bool:
-        """Whether the log is, or a checkpoint, which comes with a line of the log, or whether this is the end."""
+        """Whether to log now: a log line or a checkpoint, which comes with a log line, is due, or the run ends."""
         intervals = (self.args.log_every, self.checkpoint_every)
         return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
 
     def stop_if_asked(self) -> None:
-        """In a rollout: end the run as of its last update after a signal, since a rollout may take minutes."""
+        """After a signal, end the run within a rollout, which may take minutes, with the state of its last update."""
         if self.stopped_by is not None:
             self.close()
 

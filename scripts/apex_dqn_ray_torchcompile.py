@@ -15,18 +15,18 @@ Schaul et al. (2016), "Prioritized Experience Replay", https://arxiv.org/abs/151
     python apex_dqn_ray_torchcompile.py --env-id Pong-v5 --dueling --clip-rewards --buffer-size 1000000
     python apex_dqn_ray_torchcompile.py --ray-address auto --num-runners 64 --replay-shards 4    # after `ray start`
 
-Its eager twin is `apex_dqn_ray.py`; the diff of the two shows all that compiling takes.
+Its eager twin is `apex_dqn_ray.py`; a diff of the two shows every change that compiling needs.
 Shapes: T = fragment_steps, V = envs_per_runner, n = n_step, B = batch_size, O = size of an observation, F = frames in
 it (1 if it is a vector), A = number of actions, P = number of parameters.
 
 Runners step environments, each environment with its own share of random actions, and send fragments: T transitions of V
-environments, with n-step returns and first priorities. The learner, this process, keeps the last ones and learns from
-some drawn by priority, a fixed number for each that comes. --num-runners 0: all in this process, the same each time.
+environments, with n-step returns and initial priorities. The learner (this process) keeps the newest and learns from
+samples drawn by priority, a fixed number per new transition. --num-runners 0: all in this process, reproducibly.
 
-Departures from the paper: Adam instead of RMSProp; the oldest fragment makes room at once; runners get weights with
-each question. Returns in the log are of environments that act at random in less than 1 % of their steps.
+Departures from the paper: Adam instead of RMSProp; a new fragment replaces the oldest at once; each request to a runner
+carries weights. Logged returns come only from environments that act at random in less than 1 % of their steps.
 
-How to read on: settings, network, formulas; `PrioritizedReplay`, `Runner`; `train`, which joins them. Then plumbing.
+Reading order: settings, network, formulas; `PrioritizedReplay`, `Runner`; `train`, which joins them. Then plumbing.
 """
 
 import atexit
@@ -76,69 +76,69 @@ class Args:
     seed: int = 1  # seeds Python, NumPy, PyTorch and the environments
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
-    resume: str | None = None  # folder of a run to go on with, by its own settings, from its checkpoint
-    override: tuple[str, ...] = ()  # with --resume: CHANGEABLE settings that change, as gamma=0.98
+    resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
+    override: tuple[str, ...] = ()  # with --resume: new values for CHANGEABLE settings, such as gamma=0.98
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 10_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
     track: bool = False  # send the TensorBoard events to Weights & Biases too
-    wandb_project_name: str = "flatout"  # the project there
-    wandb_entity: str | None = None  # the team there
+    wandb_project_name: str = "flatout"  # the Weights & Biases project
+    wandb_entity: str | None = None  # the Weights & Biases team
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete actions
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool where it is faster and knows the id
-    async_envs: bool = False  # a runner steps those of Gymnasium in worker processes: for steps of milliseconds
-    env_kwargs: str = "{}"  # arguments for its constructor, as JSON: '{"key": value}'
+    async_envs: bool = False  # runners step Gymnasium environments in worker processes: pays if steps take milliseconds
+    env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 500_000  # environment steps in the whole run, rounded up to whole fragments
-    clip_rewards: bool = False  # to learn, rewards are cut down to [-1, 1]; returns in the log are not
+    clip_rewards: bool = False  # for learning, rewards are clipped to [-1, 1]; logged returns are not
 
     # Ray
-    num_runners: int = 2  # processes that step environments; 0: this process does, without Ray
+    num_runners: int = 2  # processes that step environments; 0: this process steps them, without Ray
     envs_per_runner: int = 8  # environments of each runner
-    replay_shards: int = 0  # processes of Ray that hold the replay; 0: this process does
-    cpus_per_runner: float = 1.0  # CPU cores that Ray sets aside for each runner, also fractions
-    gpus_per_runner: float = 0.0  # GPUs for each runner, also fractions; frames are then acted upon there
-    ray_address: str | None = None  # a cluster: auto (the one of this machine) or HOST:PORT; by default, a new one
-    runner_restarts: int = 100  # dead runners to replace in the run; at one more it ends
+    replay_shards: int = 0  # Ray processes that hold the replay; 0: this process holds it
+    cpus_per_runner: float = 1.0  # CPU cores that Ray reserves per runner; may be fractional
+    gpus_per_runner: float = 0.0  # GPUs per runner; may be fractional; policies on frames then run there
+    ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
+    runner_restarts: int = 100  # replacements of dead runners allowed in a run; one more death ends it
     fragment_timeout: float = 300.0  # seconds without a fragment from any runner after which the run ends
 
     # Ape-X
     fragment_steps: int = 64  # steps of each environment in a fragment
     learning_rate: float = 5e-4  # of Adam
     buffer_size: int = 100_000  # transitions kept for replay
-    save_replay: bool = True  # keep them in the checkpoint too, so that a resumed run learns from the same data
+    save_replay: bool = True  # store the replay in the checkpoint, so that a resumed run learns from the same data
     gamma: float = 0.99  # discount factor
-    n_step: int = 3  # rewards in a return, before the value of what follows
+    n_step: int = 3  # rewards in a return before it bootstraps from a value
     target_network_frequency: int = 100  # updates between two copies of the network to the target network
     batch_size: int = 256  # transitions in one update
     learning_starts: int = 10_000  # environment steps before the first update
-    samples_per_insert: float = 8.0  # transitions learnt from for each one that comes; neither side can run ahead
+    samples_per_insert: float = 8.0  # transitions sampled per transition added; neither acting nor learning runs ahead
     epsilon_base: float = 0.4  # share of random actions in the environment that explores most
-    epsilon_exponent: float = 7.0  # in the one that explores least, it is the base to the power of 1 + this
-    priority_exponent: float = 0.6  # alpha in the paper; 0 draws all transitions alike
-    importance_exponent: float = 0.4  # beta in the paper; 1 makes up for what is drawn more often
-    double_dqn: bool = True  # choose the next action by the network, not by the target network
-    dueling: bool = False  # the network adds a state's value and advantages of actions, each of layers of their own
+    epsilon_exponent: float = 7.0  # the environment that explores least has the share epsilon_base ** (1 + this)
+    priority_exponent: float = 0.6  # alpha in the paper; 0 draws all transitions with equal probability
+    importance_exponent: float = 0.4  # beta in the paper; 1 fully corrects for the unequal probabilities
+    double_dqn: bool = True  # choose the next action with the online network, not with the target network
+    dueling: bool = False  # Q is a state value plus action advantages, each computed by layers of its own
     max_grad_norm: float = 40.0  # the gradient is scaled down to this norm
 
-    # compile: two switches, to see what each of the two steps gives
+    # compile: two switches, to measure what each of the two steps gains
     compile: bool = True  # fuse the operations of an update, from target to Adam, into a few kernels
     cudagraphs: bool = True  # on CUDA, replay the kernels of an update as one graph, in one launch
 
-    # No settings, but `RayRunners` and `start_ray` ask for them
+    # Not settings, but `RayRunners` and `start_ray` read these names
     cpus_per_learner, gpus_per_learner = 1.0, 0.0
 
     @property
     def num_learners(self) -> int:
-        """A shard of the replay takes a core, as another learner does elsewhere."""
+        """Each replay shard takes a core, as each further learner does in other scripts."""
         return 1 + self.replay_shards * bool(self.num_runners)
 
-    sync_envs = property(lambda args: not args.async_envs)  # as `Envs` asks for it
+    sync_envs = property(lambda args: not args.async_envs)  # `Envs` reads this name
 
 
 METRICS = "losses/td_loss", "losses/q_values", "losses/td_error"
-# The least and the greatest value of a setting; of others, integers are 1 or more, floats 0 or more
+# Smallest and largest value of a setting; for settings not listed, integers are at least 1, floats at least 0
 LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "num_runners": (0, math.inf), "runner_restarts": (0, math.inf)}
 LIMITS |= {"replay_shards": (0, math.inf), "learning_starts": (0, math.inf), "epsilon_base": (0, 1)}
 CHANGEABLE = "learning_rate", "target_network_frequency", "batch_size", "max_grad_norm", "num_runners"
@@ -156,7 +156,7 @@ class Convolutions(nn.Module):
 
     def __init__(self, num_frames: int):
         super().__init__()
-        # Of blocks of 4 x 4 pixels as channels, 8 x 8 pixels with stride 4 are 2 x 2: an update takes half the time
+        # With 4 x 4 pixel blocks as channels, an 8 x 8 kernel of stride 4 becomes 2 x 2: an update takes half the time
         self.conv1, self.conv2 = nn.Conv2d(16 * num_frames, 32, 2), nn.Conv2d(32, 64, 4, stride=2)
         self.conv3 = nn.Conv2d(64, 64, 3)
         self.to(memory_format=torch.channels_last)
@@ -185,7 +185,7 @@ class QNetwork(nn.Module):
         return q if self.value is None else self.value(features) + q - q.mean(1, keepdim=True)
 
     def on_arrays(self):
-        """The function of vectors as NumPy arrays, which follows the weights when these change in place."""
+        """The network for vectors as a function of NumPy arrays; it follows weights that change in place."""
         advantage, value = (net and numpy_mlp(net) for net in (self.advantage, self.value))
 
         def q_values(obs: np.ndarray) -> np.ndarray:
@@ -203,17 +203,17 @@ def relu_layers(*sizes: int) -> nn.Sequential:
 
 
 def clip(gradients: tuple[Tensor, ...], max_norm: float) -> tuple[Tensor, ...]:
-    """The gradients, scaled down together where the norm of all of them exceeds `max_norm`."""
+    """The gradients, scaled by one common factor so that their global norm is at most `max_norm`."""
     norm = torch.cat([gradient.reshape(-1) for gradient in gradients]).norm()
     return torch._foreach_mul(gradients, (max_norm / (norm + 1e-6)).clamp(max=1))
 
 
 def n_step_returns(reward: np.ndarray, terminated: np.ndarray, truncated: np.ndarray, n: int, gamma: float):
-    """Of rows (T + n, V) -> the first T rows' n-step returns, discounts of the value that follows, steps until there.
+    """Rows (T + n, V) -> for the first T: n-step return, discount of the bootstrap value, steps until its state.
 
-    G[t] = r[t] + gamma r[t + 1] + ..., of n rewards, or of fewer where the episode ends. What follows is the state
-    after the last of them, which counts by gamma ** steps, also where the episode was truncated; after a termination
-    nothing follows, and the discount is 0.
+    G[t] = r[t] + gamma r[t + 1] + ..., with n rewards, or fewer if the episode ends. It bootstraps from the state after
+    the last of them, with discount gamma ** steps, also if the episode was truncated. After a termination, the discount
+    is 0.
     """
     shape = len(reward) - n, reward.shape[1]
     total, discount = np.zeros(shape, dtype=np.float32), np.ones(shape, dtype=np.float32)
@@ -228,38 +228,38 @@ def n_step_returns(reward: np.ndarray, terminated: np.ndarray, truncated: np.nda
 
 
 class PrioritizedReplay:
-    """The last fragments; each of their transitions is drawn in proportion to priority ** alpha."""
+    """The newest fragments; each of their transitions is drawn in proportion to priority ** alpha."""
 
     def __init__(self, args: Args, observation_space: gym.Space, buffer_size: int):
         self.args, self.fragments = args, Fragments(args, observation_space, buffer_size)
         self.tree = SumTree(self.fragments.capacity)
 
     def add(self, fragment: tuple[np.ndarray, ...]) -> None:
-        """Put a fragment in the place of the oldest one. Rows that are no transitions have priority 0."""
+        """Replace the oldest fragment. Rows that are not transitions have priority 0."""
         leaf, priority = self.fragments.add(*fragment)
         self.tree[leaf] = np.where(priority > 0, priority**self.args.priority_exponent, 0)  # 0**0 would be 1
 
     def sample(self, count: int) -> tuple[np.ndarray, ...] | None:
-        """`count` batches, N rows: places (N,), observations (N, O), those after the returns (N, O); (N, 4): action,
+        """`count` batches, N rows in all: places (N,), observations (N, O), those after the returns (N, O), and (N, 4):
 
-        n-step return, discount, importance weight (section 3.4 of Schaul et al.). None if there is nothing.
+        action, n-step return, discount, importance weight (section 3.4 of Schaul et al.). None if nothing is stored.
         """
         if not self.tree.sums[1]:
             return None
         leaf = self.tree.sample(self.args.batch_size, count)
         priority = self.tree[leaf]
-        weight = (priority / priority.min(1, keepdims=True)) ** -self.args.importance_exponent  # 1 for a batch's rarest
+        weight = (priority / priority.min(1, keepdims=True)) ** -self.args.importance_exponent  # 1 for the least likely
         place, obs, next_obs, rows = self.fragments.read(leaf.ravel())
         return place, obs, next_obs, np.column_stack([rows, weight.ravel().astype(np.float32)])
 
     def prioritize(self, place: np.ndarray, error: np.ndarray) -> None:
-        """Priorities by the size of errors, at places as `sample` gave them that were not written over meanwhile."""
+        """Set priorities from absolute errors, at places from `sample` that have not been overwritten since."""
         leaf, is_there = self.fragments.find(place)
         self.tree[leaf[is_there]] = (error[is_there] + 1e-6) ** self.args.priority_exponent
 
 
 class Runner:
-    """An actor of the paper: V environments, each with its own epsilon, and a copy of the network that steps them."""
+    """The paper's actor: V environments, each with its own epsilon, and a copy of the network, which steps them."""
 
     def __init__(self, args: Args, seeds: list[int]):
         backend = choose_backend(args.env_id, args.env_backend, in_process=len(seeds) == 1)
@@ -278,8 +278,8 @@ class Runner:
             check_policy(self.q_values, self.network, self.network, self.envs.obs_dim)
         self.rng, self.statistics, self.clock = np.random.default_rng(seeds), EpisodeStatistics(len(seeds)), Clock()
         self.obs, self.done, self.age = self.envs.reset(), np.zeros(len(seeds), dtype=bool), np.zeros(len(seeds), int)
-        self.first_env = 0  # its number among the environments of all runners
-        # What is kept of a step: the newest frame, values, ... The last rows of a fragment are needed in the next one
+        self.first_env = 0  # index of the first one among the environments of all runners
+        # Data kept of each step: the newest frame, values, ... The last rows of a fragment are needed in the next one
         row = [("obs", kind, (self.obs.shape[1] // self.num_frames,)), ("q", np.float32, (num_actions,))]
         row += [("age", np.uint8), ("action", np.int64), ("reward", np.float32)]
         row += [(flag, np.bool_) for flag in ("terminated", "truncated", "valid")]
@@ -287,13 +287,13 @@ class Runner:
 
     @torch.no_grad()
     def sample(self, version: int, weights: np.ndarray) -> tuple[dict, tuple[np.ndarray, ...]]:
-        """T steps by a version of the weights (P,) -> a report for the log, and a fragment as `Fragments` takes it."""
+        """T steps with one version of weights (P,) -> a report for the log, and a fragment as `Fragments` takes it."""
         self.clock.lap("runners_waiting")
         set_weights(self.network, weights)
         self.clock.lap("weights")
         args, num_envs, before = self.args, len(self.obs), len(self.rows)
         spent, total = np.empty(args.fragment_steps), max(1, args.num_runners) * num_envs
-        number = self.first_env + np.arange(num_envs)  # of an environment, among those of all runners
+        number = self.first_env + np.arange(num_envs)  # index of each among the environments of all runners
         epsilon = args.epsilon_base ** (1 + args.epsilon_exponent * number / max(1, total - 1))  # section 4.1
         explores = self.rng.random((len(spent), num_envs)) < epsilon
         at_random = self.rng.integers(self.actions.n, size=explores.shape)
@@ -306,7 +306,7 @@ class Runner:
             # Where an episode had ended, this step is a reset
             self.obs, *rest = self.envs.step(self.actions.start + row["action"])
             row["reward"], row["terminated"], row["truncated"] = rest
-            self.age = np.minimum(self.age + 1, self.num_frames - 1) * row["valid"]  # frames before, of its episode
+            self.age = np.minimum(self.age + 1, self.num_frames - 1) * row["valid"]  # earlier frames of its episode
             self.done = row["terminated"] | row["truncated"]
             spent[t] = self.clock.lap("env_step")
         self.rows, new = rows[-before:], rows[before:]
@@ -326,8 +326,8 @@ class Runner:
 def to_fragment(rows: np.ndarray, n: int, num_frames: int, gamma: float, clip_rewards: bool) -> tuple[np.ndarray, ...]:
     """Rows (F - 1 + T + n, V) of steps -> frames, their ages, and (T, V, 5): action, return, discount, steps, priority.
 
-    The priority is the size of the temporal difference by the values that were known when acting (section 3). A frame
-    is kept once: its stack is made of the rows before it, as many as it has of its own episode, which is its age.
+    The priority is the absolute temporal difference with the values computed when acting (section 3). Each frame is
+    stored once: its stack is rebuilt from the rows before it, as many as belong to its episode, which is its age.
     """
     reward = rows["reward"].clip(-1, 1) if clip_rewards else rows["reward"]
     known = (x[num_frames - 1 :] for x in (reward, rows["terminated"], rows["truncated"]))
@@ -341,7 +341,7 @@ def to_fragment(rows: np.ndarray, n: int, num_frames: int, gamma: float, clip_re
 
 
 def train(args: Args) -> Path:
-    """Train from the start, or from a checkpoint, to the end; returns the run's folder. Wrong input: SystemExit(2)."""
+    """Train from scratch or from a checkpoint to the end; return the run's folder. Invalid input: SystemExit(2)."""
     run = Run(args)
     args, device = run.args, run.device
     runners = NumberedRunners(args, run) if args.num_runners else OneRunner(args, run)
@@ -349,11 +349,11 @@ def train(args: Args) -> Path:
     replay = (ReplayShards if args.replay_shards else LocalReplay)(args, runners, device)
     network = QNetwork(observation_space, int(action_space.n), args.dueling).to(device)
     target_network, optimizer = deepcopy(network), Adam(network, args.learning_rate)
-    torch.set_num_threads(num_cores() if sees_frames(observation_space) else 1)  # small networks lose by a second one
+    torch.set_num_threads(num_cores() if sees_frames(observation_space) else 1)  # a second one slows small networks
     torch.set_flush_denormal(True)  # moments of Adam that decay to denormal numbers slow a CPU down
 
     def update(obs: Tensor, next_obs: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """One step of Adam, by a batch as `PrioritizedReplay` draws it -> METRICS, sizes of its errors (B,)."""
+        """One step of Adam on a batch as `PrioritizedReplay` draws it -> METRICS, absolute TD errors (B,)."""
         action, total, discount, weight = rows.unbind(1)
         with torch.no_grad():
             next_q = target_network(next_obs)
@@ -365,37 +365,37 @@ def train(args: Args) -> Path:
         optimizer.step(clip(torch.autograd.grad(td_loss, optimizer.weights), args.max_grad_norm))
         return torch.stack([td_loss, q.mean(), error.abs().mean()]).detach(), error.detach().abs()
 
-    # compile: the names stay, so the loop below does not change. Gradients and Adam are traced into the same graph
+    # compile: the names stay, so the loop below is unchanged. Gradients and Adam are traced into the same graph
     if args.compile:
         (update,) = compiled(device, update)
-    # compile: it becomes a CUDA graph: the first calls only run, the third records, all later ones replay
+    # compile: it becomes a CUDA graph: its first two calls run normally, the third records, later ones replay
     if args.cudagraphs and device.type == "cuda":
         update = CudaGraphModule(update, warmup=3)
-    # compile: compiled code and graphs keep the numbers that they have read; a later change is refused by name
+    # compile: compiled code and graphs keep the numbers that they have read; if one changes, the run ends and names it
     update = refuse_changes(update)
 
     saved = {"replay": replay} if args.save_replay and not args.replay_shards else {}
     run.open(runners, network=network, target_network=target_network, optimizer=optimizer, **saved)
-    # A resumed run that has lost its replay fills it first
+    # A resumed run whose replay was not saved refills it before it learns
     first_update = args.learning_starts + (0 if saved else run.step)
     losses, owed, seen = None, 0.0, run.step
     runners.publish(run.num_updates, get_weights(network))
     while run.goes_on():
-        # Collect. The fragment that is ready first; runners make the next ones meanwhile, but no more than two each
+        # Collect. The fragment that is ready first; meanwhile runners make the next ones, but no more than two each
         _reports, fragments = runners.collect(1, 1)
         replay.add(*fragments)
         if run.step > first_update:
             owed += (run.step - seen) * args.samples_per_insert / args.batch_size
         seen = run.step
 
-        # Learn. The samples that new transitions allow for, all of them before more transitions are taken
+        # Learn. All the samples that the new transitions allow, before more transitions are collected
         while owed >= 1 and (batch := replay.sample(int(owed))):
             losses, error = update(*batch)
             replay.write_back(error)
             run.num_updates, owed = run.num_updates + 1, owed - 1
             if run.num_updates % args.target_network_frequency == 0:
                 move_towards(list(target_network.parameters()), optimizer.weights)
-        owed %= 1  # what shards that died can't give is not made up for
+        owed %= 1  # samples missing because of dead shards are not made up for
         runners.publish(run.num_updates, get_weights(network))
 
         # Log
@@ -422,7 +422,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
 
 
 class EpisodeStatistics:
-    """Return and length of each episode that ends, from rows (T, N); a reset row has reward 0 and is no step."""
+    """Return and length of each episode that ends, from rows (T, N); a reset row has reward 0 and does not count."""
 
     def __init__(self, num_envs: int):
         self.episode_return, self.episode_length = np.zeros(num_envs), np.zeros(num_envs, dtype=int)
@@ -440,7 +440,7 @@ class EpisodeStatistics:
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that can be allocated on the device, within the container's limit too; infinite where nothing tells."""
+    """Bytes that can be allocated on the device, within the container's limit too; infinite if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free, group = math.inf, Path("/sys/fs/cgroup")
@@ -455,8 +455,8 @@ def free_memory(device: torch.device) -> float:
 
 @torch.no_grad()
 def move_towards(targets: list[Tensor], weights: list[Tensor], tau: float | Tensor = 1.0) -> None:
-    """Each of `targets` becomes (1 - tau) times itself plus tau times the weight beside it: for tau = 1 a copy."""
-    if torch.compiler.is_compiling() and targets[0].device.type == "cpu":  # becomes loops, where a call would stay one
+    """target <- (1 - tau) * target + tau * weight, for each pair, in place; tau = 1 copies."""
+    if torch.compiler.is_compiling() and targets[0].device.type == "cpu":  # fused into loops, unlike the call below
         for target, weight in zip(targets, weights, strict=True):
             target.lerp_(weight, tau)
         return
@@ -467,8 +467,8 @@ class Adam(nn.Module):
     """Adam (Kingma & Ba 2015, algorithm 1): PyTorch's fused kernel, without the bookkeeping of torch.optim around it.
 
     For small networks that bookkeeping takes longer than the kernel. torch.compile can trace neither, so compiled code
-    has the formula written out, on all weights as one vector (P,), which becomes a single loop. What changes is kept in
-    tensors, the learning rate too, so that compiled code and CUDA graphs read its present value.
+    uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
+    the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -478,19 +478,19 @@ class Adam(nn.Module):
         zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
         self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate, dtype=torch.float))
         self.register_buffer("first_learning_rate", self.learning_rate.clone())
-        self.register_buffer("steps", torch.zeros_like(zeros[0], dtype=torch.float))  # CUDA's kernel reads both so
+        self.register_buffer("steps", torch.zeros_like(zeros[0], dtype=torch.float))  # CUDA's kernel reads floats
         self.register_buffer("beta_powers", torch.ones(2, device=zeros.device))  # each beta to the power of `steps`
         self.register_buffer("beta_factors", zeros.new_tensor(betas), persistent=False)
         self.register_buffer("exp_avg", zeros.clone())
         self.register_buffer("exp_avg_sq", zeros.clone())
-        # The kernel takes lists: views of the two vectors, which a checkpoint fills in place. On CUDA it refuses those
-        # that do not lie in memory as their weight does
+        # The kernel takes lists of tensors: views of the two vectors, which a checkpoint fills in place. On CUDA, each
+        # view must have the same memory layout as its weight
         parts = zip(self.weights, self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes), strict=True)
         views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
         self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
 
     def load_state_dict(self, state: dict) -> None:
-        """What a checkpoint holds, but for a learning rate that --override has changed: that counts from here on."""
+        """Load a checkpoint's state, but keep a learning rate that --override has changed."""
         new = self.first_learning_rate.clone()
         super().load_state_dict(state)
         if new != self.first_learning_rate:
@@ -501,9 +501,9 @@ class Adam(nn.Module):
     def step(self, gradients: tuple[Tensor, ...]) -> None:
         """Change the weights in place, down their gradients."""
         self.steps.add_(1)
-        self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would compute a power anew every few weights
+        self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would recompute a power every few weights
         beta1, beta2 = self.betas
-        if torch.compiler.is_compiling():  # the formula: what you change here or in the kernel's call, change in both
+        if torch.compiler.is_compiling():  # the formula: change it and the kernel's call below together
             gradient = torch.cat([g.reshape(-1) for g in gradients])
             self.exp_avg.lerp_(gradient, 1 - beta1)
             self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
@@ -512,7 +512,7 @@ class Adam(nn.Module):
             parts = zip(change.split(self.sizes), self.weights, strict=True)
             torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
             return
-        # The kernel goes through memory in order, so a gradient must lie there as its weight does
+        # The kernel reads memory in order, so each gradient must have the same memory layout as its weight
         pairs = zip(gradients, self.weights, strict=True)
         gradients = [g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in pairs]
         torch._fused_adam_(
@@ -526,9 +526,9 @@ def compiled(device: torch.device, *functions):
     """The functions, each compiled into one graph, gradients included; SystemExit(2) where nothing can be compiled.
 
     A graph that breaks at the gradient takes 3.5 times as long. On a CPU, kernels are launched from C++ instead of
-    Python, random numbers come from PyTorch's own kernels, and nothing tests whether the C++ compiler knows AVX, which
-    would take a second of each start, five with an empty cache. A call checks tensors (shape, type, device) only: what
-    else was compiled in is left to `refuse_changes`.
+    Python, random numbers come from PyTorch's own kernels, and the test for AVX support of the C++ compiler is skipped:
+    it takes a second at each start, five with an empty cache. A call checks only tensors (shape, type, device);
+    `refuse_changes` checks everything else that was compiled in.
     """
     if device.type == "cpu":
         try:
@@ -536,17 +536,17 @@ def compiled(device: torch.device, *functions):
         except RuntimeError:
             fail("torch.compile needs a C++ compiler (Debian, Ubuntu: apt install g++); --no-compile does without")
     torch._dynamo.config.trace_autograd_ops = True
-    torch.compiler.reset()  # what an earlier run in this process compiled may be of other settings
+    torch.compiler.reset()  # an earlier run in this process may have compiled with other settings
     names = ("cpp_wrapper", "fallback_random", "cpp.vec_isa_ok") if device.type == "cpu" else ()
     options = dict.fromkeys(names, True)
     if device.type == "cpu":
-        options["unroll_reductions_threshold"] = 1  # unrolled, a sum over the few actions is computed number by number
+        options["unroll_reductions_threshold"] = 1  # unrolled, a sum over the few actions is computed one by one
     options["guard_filter_fn"] = torch.compiler.keep_tensor_guards_unsafe
     return [tensors_only(torch.compile(f, fullgraph=True, options=options.copy())) for f in functions]
 
 
 def is_own(value) -> bool:
-    """Whether a function, module, class or object is of a user's file, not of Python or of an installed package."""
+    """Whether a function, module, class or object is defined in a user's file, not in Python or a package."""
     libraries = os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__))
     if hasattr(value, "__code__"):
         return not value.__code__.co_filename.startswith(libraries)
@@ -557,12 +557,12 @@ def is_own(value) -> bool:
 
 
 def attributes_of(name: str, value) -> dict[str, tuple]:
-    """An object's or a class's attributes, those of its classes too: name -> how to read it, of what, by which key."""
+    """Attributes of an object or class, inherited ones too: name -> (how to read it, from what, by which key)."""
     classes, parts = value.__mro__ if isinstance(value, type) else type(value).__mro__, {}
     for shared in [vars(x) for x in reversed(classes) if is_own(x)]:  # `getattr` makes a new method at each call
         keys = [key for key in shared if key[:2] != "__" or key == "__call__"]
         parts |= {f"{name}.{key}": (type(shared).get, shared, key) for key in keys}
-        # A default of the class, which the object may get a value of its own instead of; a slot
+        # Class defaults, which an object may override with a value of its own, and slots
         keys = [x for x in keys if not hasattr(shared[x], "__get__") or type(shared[x]).__name__ == "member_descriptor"]
         parts |= {f"{name}.{key}": (getattr, value, key) for key in keys if hasattr(value, key)}
     if hasattr(value, "__dict__") and not isinstance(value, type):
@@ -577,12 +577,12 @@ def length(container, _key) -> int:
 
 
 def readings(name: str, value, seen: set, names: set):
-    """(name, how to read it, of what, by which key) of all that a function or object reaches by names.
+    """Yield (name, how to read it, from what, by which key) for all that a function or object reaches by name.
 
-    `seen` gets the ids of what has been looked at, `names` all names in code. Of libraries, which have caches, only
-    numbers in attributes count.
+    `seen` collects the ids of visited objects, `names` all names that occur in code. In libraries, which keep caches,
+    only numeric attributes count.
     """
-    if not isinstance(value, nn.Module):  # what became a graph, was compiled, is a class's method or property
+    if not isinstance(value, nn.Module):  # unwrap CUDA graphs, compiled functions, methods and properties
         value = getattr(value, "module", value)
         while hasattr(value, "__wrapped__"):
             value = value.__wrapped__
@@ -593,7 +593,7 @@ def readings(name: str, value, seen: set, names: set):
         return
     if is_function:
         codes = [value.__code__]
-        for code in codes:  # grows by those of functions within it
+        for code in codes:  # grows by the code of nested functions
             codes += [x for x in code.co_consts if hasattr(x, "co_names")]
             names.update(code.co_names, (x for x in code.co_consts if isinstance(x, str)))  # getattr(x, "name")
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
@@ -602,7 +602,7 @@ def readings(name: str, value, seen: set, names: set):
         parts |= {f"{value.__name__}[{key}]": (getattr, value, key) for key in keys}
         parts |= {key: (dict.get, value.__globals__, key) for key in value.__globals__.keys() & names}
         parts |= {"self": (getattr, value, "__self__")} if hasattr(value, "__self__") and "." not in name else {}
-    elif is_module:  # modules may have one another
+    elif is_module:  # modules may refer to each other
         keys = vars(value).keys() & names if name.count(".") < 3 else ()
         parts = {f"{name}.{key}": (dict.get, vars(value), key) for key in keys}
     elif type(value).__name__ == "partial":
@@ -614,7 +614,7 @@ def readings(name: str, value, seen: set, names: set):
     else:
         parts = attributes_of(name, value)
         layers = [x for x in type(value).__mro__ if issubclass(x, nn.Module) and not is_own(x)]
-        if len(layers) > 1:  # beside nn.Module itself: what a library's layer reads, no code here names
+        if len(layers) > 1:  # a library's layer: it reads attributes that no code here names
             names.update(key for key, x in vars(value).items() if isinstance(x, bool | int | float | str))
     seen.update([] if is_module else [id(value)])  # other code may name other parts of a module
     for key, (read, *source) in parts.items():
@@ -624,10 +624,10 @@ def readings(name: str, value, seen: set, names: set):
 
 
 def refuse_changes(function):
-    """The function; but before each call it is checked that all it reads, numbers and objects, is that of the first.
+    """Wrap a function to check, before each call, that the numbers and objects it reads are those of the first call.
 
-    Compiled code and CUDA graphs keep what they have read at first: a change would be ignored in silence. So it ends
-    the program, with its name and exit code 2, compiled or not. Tensors may change in place. A check takes some
+    Compiled code and CUDA graphs keep the values that they first read and would silently ignore a change. So a change
+    ends the program, with its name and exit code 2, compiled or not. Tensors may change in place. A check takes a few
     microseconds.
     """
     call, found_names, groups, first, ids = tensors_only(function), [], [], [], []
@@ -635,7 +635,7 @@ def refuse_changes(function):
     def checked(*inputs):
         if not groups:
             names = {"training"}
-            found = list(readings("", function, set(), names))  # of attributes, those count that some code names
+            found = list(readings("", function, set(), names))  # only attributes that some code names
             found = [x for x in found if "." not in x[0] or x[0][-1] == "]" or x[0].rpartition(".")[2] in names]
             for how in dict.fromkeys(x[1] for x in found):
                 group = [x for x in found if x[1] is how]
@@ -655,9 +655,9 @@ def refuse_changes(function):
 
 
 def tensors_only(function):
-    """The function, compiled or a graph, with SystemExit(2) for an argument that is no tensor, which it would keep.
+    """Wrap a compiled function or graph: SystemExit(2) for an argument that is no tensor, which it would freeze.
 
-    And for code that can't be compiled.
+    Likewise for code that can't be compiled.
     """
 
     def checked(*inputs):
@@ -692,10 +692,10 @@ def check_equal(names: list[str], first: list, now: list) -> None:
 
 
 def numpy_mlp(net: nn.Sequential):
-    """The function of a network on NumPy arrays (B, inputs) -> (B, outputs): 5 us for one row, where PyTorch takes 35.
+    """A network as a function of NumPy arrays (B, inputs) -> (B, outputs): 5 us for one row, where PyTorch takes 35.
 
-    It reads the memory of the parameters, which must be on the CPU, and follows when these change in place. Layers that
-    it does not know are left to PyTorch.
+    It shares the memory of the parameters, which must be on the CPU, so it follows in-place changes. Networks with
+    layers that it does not know are left to PyTorch.
     """
     known = {nn.Tanh: np.tanh, nn.ReLU: partial(np.maximum, np.float32(0))}
     layers = list(net) if isinstance(net, nn.Sequential) else [net]
@@ -718,10 +718,10 @@ def numpy_mlp(net: nn.Sequential):
 
 @torch.no_grad()
 def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
-    """Refuse a policy that acts, of arrays (B, O) -> (B, A), if the one that learns, of tensors, computes others.
+    """Fail unless the acting policy, on arrays, and the learning one, on tensors, agree: both (B, O) -> (B, A).
 
-    At other weights and buffers of the module, too: at the first ones outputs are so small that much passes for equal,
-    and statistics do nothing. For small observations and for large ones, which `forward` may clip.
+    The test changes the module's weights and buffers: with the initial ones, outputs are so small that much passes for
+    equal, and statistics have no effect. It uses small observations and large ones, which `forward` may clip.
     """
     rng, generator = np.random.default_rng(1), torch.Generator().manual_seed(1)
     obs = (rng.normal(size=(64, obs_dim)) * np.logspace(-1, 2, 64)[:, None]).astype(np.float32)
@@ -730,10 +730,10 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     for x in [x for x in state if x.is_floating_point()]:  # weights of either sign; buffers may be variances
         draw, inputs = (torch.randn if isinstance(x, nn.Parameter) else torch.rand), math.prod(x.shape[1:])
         x.add_((draw(x.shape, generator=generator) / max(1, inputs) ** 0.5).to(x.device, x.dtype))
-    try:  # a row by itself, since layers may look at the whole batch
+    try:  # one row on its own, since layers may look at the whole batch
         acted = np.concatenate([acting(obs[:1]), acting(obs[1:])])
         learnt = np.broadcast_to(learning(torch.from_numpy(obs)).numpy().copy(), acted.shape)
-    except (ValueError, IndexError) as error:  # as BatchNorm's, of a single row
+    except (ValueError, IndexError) as error:  # such as BatchNorm's for a single row
         fail(f"the policy can't act: {error}")
     finally:
         torch._foreach_copy_(state, first)
@@ -744,18 +744,18 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    """End with one line and exit code 2: the input is wrong."""
+    """Report invalid input in one line and end with exit code 2."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def num_cores() -> int:
-    """How many CPU cores this process may use; all there are, on a system that does not tell."""
+    """Number of CPU cores this process may use; on a system that does not tell, all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
-    """The library that makes the environments; SystemExit(2) if none knows the id, with the ids that come near."""
+    """The library that makes the environments; SystemExit(2) with similar ids if none knows the id."""
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
     libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"], []
     for library in libraries if in_process else reversed(libraries):
@@ -781,7 +781,7 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     if multiprocessing.parent_process() is not None:
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.SIG_IGN)
-    # No warnings that nobody can act upon: of old ids, which published results are of, and of old attributes in models
+    # No warnings that nobody can act on: about old ids, which published results use, and old attributes in models
     warnings.filterwarnings("ignore", ".*out of date")
     if "mujoco" in str(env):
         importlib.import_module("mujoco").set_mju_user_warning(lambda _message: None)
@@ -823,10 +823,10 @@ class SyncEnvs:
 
 @contextlib.contextmanager
 def light_start():
-    """Worker processes started herein ignore signals, have one thread, and do not import this file.
+    """Worker processes started in this context ignore signals, have one thread, and do not import this file.
 
-    Else multiprocessing imports the main module in each, and PyTorch with it: 1.6 s and 230 MB instead of 0.2 s and
-    40 MB. So, meanwhile, an empty module takes its place.
+    Otherwise multiprocessing imports the main module in each, and with it PyTorch: 1.6 s and 230 MB instead of 0.2 s
+    and 40 MB. So an empty module takes its place meanwhile.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
@@ -845,12 +845,12 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
     multiprocessing.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
     with light_start():
         vector = gym.vector.AsyncVectorEnv(env_fns, context="forkserver")
-    atexit.register(lambda: [process.kill() for process in vector.processes])  # else a run that broke may wait for them
+    atexit.register(lambda: [process.kill() for process in vector.processes])  # else a failed run may wait for them
     return vector
 
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
-    """Raise a ValueError at a NaN or infinity; in terminal observations, whose value does not count, it is set to 0."""
+    """Raise a ValueError at NaN or infinity; in terminal observations, whose value is not used, set them to 0."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
         obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
@@ -876,8 +876,8 @@ def without(settings: dict, names: set[str]) -> dict:
 class Envs:
     """N environments side by side: flat observations (N, O); actions (N, A), or (N,) where they are discrete.
 
-    Autoreset is one step late, whatever the backend: the observation at an episode's end is its true last one, and the
-    next step ignores its action, resets that environment and returns reward 0. This row is no step of the environment.
+    Autoreset happens one step late, whatever the backend: the observation at an episode's end is its true last one; the
+    next step ignores its action, resets that environment and returns reward 0. This row does not count as a step.
     """
 
     def __init__(self, args: Args, seeds: list[int]):
@@ -893,15 +893,15 @@ class Envs:
                 self.vector = importlib.import_module("envpool").make_gymnasium(args.env_id, seed=seeds, **settings)
                 self.observation_space, self.action_space = self.vector.observation_space, self.vector.action_space
             else:
-                # A record instead of the id, since what this file registers is unknown in a worker process
+                # The spec instead of the id, since a worker process does not know what this file registers
                 env_fns = [partial(make_env, gym.registry.get(args.env_id, args.env_id), settings)] * len(seeds)
                 self.vector = (SyncEnvs if in_process else worker_envs)(env_fns)
                 self.observation_space = self.vector.single_observation_space
                 self.action_space = self.vector.single_action_space
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
-        except Exception as error:  # whatever a constructor brings up
+        except Exception as error:  # anything a constructor may raise
             fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}")
-        self.action_shape = (len(seeds), *(self.action_space.shape or ()))  # those of some spaces are None
+        self.action_shape = (len(seeds), *(self.action_space.shape or ()))  # the shape of some spaces is None
         where = "threads" if self.backend == "envpool" else "this process" if in_process else "worker processes"
         self.summary = f"environments: {len(seeds)} by {self.backend}, in {where}"
         warn_of_pixels(self.observation_space, self.obs_dim)
@@ -942,7 +942,7 @@ class Envs:
         workers = getattr(self.vector, "processes", ()) if is_pipe else ()
         if workers:
             time.sleep(0.1)  # until exit codes are there
-            self.vector.closed = True  # else, at exit, it would wait for the answer of the dead
+            self.vector.closed = True  # else it would wait at exit for the answer of a dead worker
         dead = [f"{i} (exit code {p.exitcode})" for i, p in enumerate(workers) if p.exitcode]
         if dead:
             return f"environment worker {', '.join(dead)} died"
@@ -966,7 +966,7 @@ class Envs:
 
 
 def check_layers(module: nn.Module) -> None:
-    """Refuse layers by which a policy would act otherwise than it learns: it acts by weights, in batches of its own."""
+    """Refuse layers that compute differently in acting and learning: acting gets only weights and its own batches."""
     kinds = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
     found = [f"layer `{name}`, {layer}" for name, layer in module.named_modules() if isinstance(layer, kinds)]
     found += [f"buffer `{name}`" for name, _ in module.named_buffers()]
@@ -1002,7 +1002,7 @@ def set_weights(module: nn.Module, vector: np.ndarray) -> None:
 
 
 class Clock:
-    """What time is spent on: each lap adds the seconds since the one before to a name, and returns them."""
+    """Records where time goes: each lap adds the seconds since the previous one to a name, and returns them."""
 
     def __init__(self):
         self.seconds, self.last = defaultdict(float), time.perf_counter()
@@ -1019,12 +1019,12 @@ class Clock:
 
 
 def take(counts: dict) -> dict:
-    """What a dictionary holds, which is empty after that."""
+    """Return the contents of a dictionary and empty it."""
     return {name: counts.pop(name) for name in list(counts)}
 
 
 def time_of_resets(spent: np.ndarray, is_reset: np.ndarray) -> float:
-    """The seconds (T,) by which steps of environments with a reset among them (T, V) took longer than the others."""
+    """Seconds per step (T,), resets (T, V) -> total extra time of steps with a reset over the mean of the others."""
     has_reset = is_reset.any(1)
     if not has_reset.any() or has_reset.all():
         return 0.0
@@ -1032,9 +1032,9 @@ def time_of_resets(spent: np.ndarray, is_reset: np.ndarray) -> float:
 
 
 class SumTree:
-    """Priorities as leaves of a binary tree, of which each other node is the sum of two: node i has 2 i and 2 i + 1.
+    """Priorities as leaves of a binary tree; each inner node i is the sum of its children, 2 i and 2 i + 1.
 
-    To set priorities, and to draw by them, takes a round for each level of the tree, of a whole batch at once.
+    Setting priorities, and drawing by them, takes one pass per level of the tree, for a whole batch at once.
     """
 
     def __init__(self, num_leaves: int):
@@ -1056,9 +1056,9 @@ class SumTree:
             self.sums[size : 2 * size] = self.sums[2 * size : 4 * size].reshape(-1, 2).sum(1)
 
     def sample(self, size: int, count: int = 1) -> np.ndarray:
-        """Leaves (count, size), drawn by priority; of a row, one from each of `size` equal parts of the sum.
+        """Leaves (count, size), drawn by priority; each row has one from each of `size` equal parts of the sum.
 
-        A leaf of priority 0 is never drawn, also when rounding says so.
+        A leaf of priority 0 is never drawn, even where rounding would lead to it.
         """
         ends = self.sums[self.top : 2 * self.top].cumsum()
         mass = (np.arange(size) + np.random.random((count, size))) * (ends[-1] / size)
@@ -1076,8 +1076,8 @@ class SumTree:
 class Fragments:
     """The last fragments, each in one piece, with the rows before and after that its transitions refer to.
 
-    A place is slot + capacity * generation: the slot says where a transition lies, the generation how often that slot's
-    fragment has been written over. So a priority that comes too late is known by its old generation, and dropped.
+    A place is slot + capacity * generation: the slot is a transition's position, the generation counts how often the
+    fragment there has been overwritten. So a priority that arrives too late has an old generation and is dropped.
     """
 
     def __init__(self, args: Args, observation_space: gym.Space, buffer_size: int):
@@ -1101,7 +1101,7 @@ class Fragments:
         self.generation, self.num_added, self.capacity = np.zeros(count, dtype=np.int64), 0, count * self.size
 
     def add(self, obs: np.ndarray, age: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Write a fragment over the oldest one -> its transitions (T * V,), their priorities (T * V,)."""
+        """Overwrite the oldest fragment -> leaves of the new transitions (T * V,), their priorities (T * V,)."""
         i = self.num_added % len(self.obs)
         self.obs[i], self.age[i], self.columns[i] = obs, age, columns
         self.generation[i] += 1
@@ -1118,7 +1118,7 @@ class Fragments:
         return leaf + self.generation[fragment] * self.capacity, obs, next_obs, columns[:, :3]
 
     def stack(self, fragment: np.ndarray, row: np.ndarray, env: np.ndarray) -> np.ndarray:
-        """Observations (B, O): with each frame those before it; where its episode has less, the first one instead."""
+        """Observations (B, O): each frame with those before it; the episode's first one stands in for missing ones."""
         back = np.minimum(np.arange(self.num_frames - 1, -1, -1), self.age[fragment, row, env][:, None])
         index = ((fragment * self.length + row)[:, None] - back) * self.shape[1] + env[:, None]
         return self.obs.reshape(-1, self.obs.shape[3]).take(index.ravel(), 0).reshape(len(row), -1)
@@ -1130,7 +1130,7 @@ class Fragments:
 
 
 class Runners:
-    """What the learner sees of its runners, wherever they are."""
+    """The learner's interface to its runners, wherever they are."""
 
     SHARES = ("env_step", "env_reset", "inference", "runners_waiting", "learner_waiting", "learning", "weights")
 
@@ -1142,7 +1142,7 @@ class Runners:
         self.alive, self.restarts, self.late = set(), 0, 0
 
     def note(self, report: dict) -> None:
-        """Count what a fragment brings."""
+        """Add the report of a fragment to the counts."""
         self.run.step += report["steps"]
         self.run.episodes += report["episodes"]
         self.staleness.append(self.run.num_updates - report["version"])
@@ -1152,7 +1152,7 @@ class Runners:
             self.infos[name] += values
 
     def metrics(self) -> dict[str, float]:
-        """Since the last line of the log. The shares of the time of all processes sum to 100 %."""
+        """Metrics since the last log line. The shares of the time of all processes sum to 100 %."""
         for name, seconds in take(self.clock.seconds).items():
             self.seconds[name] += seconds
         total, seconds = sum(self.seconds.values()), take(self.seconds)
@@ -1176,7 +1176,7 @@ class OneRunner(Runners):
         if args.gpus_per_runner and not torch.cuda.is_available():
             fail(f"--gpus-per-runner {args.gpus_per_runner:g}: this machine has no GPU")
         self.runner, self.alive = Runner(args, self.seeds), {0}
-        self.envs, self.clock = self.runner.envs, self.runner.clock  # one clock, as nobody waits
+        self.envs, self.clock = self.runner.envs, self.runner.clock  # one clock, as neither waits for the other
         self.spaces = self.envs.observation_space, self.envs.action_space
         self.backend, self.close, step = self.envs.backend, self.envs.close, self.envs.step
 
@@ -1203,7 +1203,7 @@ class OneRunner(Runners):
 
 def start_ray(args: Args):
     """Join the cluster of --ray-address, or start Ray on this machine -> its module; SystemExit(2) where that fails."""
-    # No report to Ray's makers, no GPUs hidden from who asks for none, no traceback for each call of a dead runner
+    # No usage report to Ray, no GPUs hidden from processes that reserve none, no traceback per call to a dead runner
     settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     os.environ |= settings | {"RAY_IGNORE_UNHANDLED_ERRORS": "1"} | os.environ
     try:
@@ -1232,12 +1232,12 @@ def start_ray(args: Args):
         if need > has.get(name, 0):
             fail(f"the processes of this run need {need:g} {name}s, the cluster has {has.get(name, 0):g}")
     if __name__ != "__main__":
-        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # this text is the one that all processes run
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # all processes run this source
     return ray
 
 
 def versions() -> dict[str, str]:
-    """Of what runners and learners must agree on."""
+    """Versions of the packages that runners and learners must agree on."""
     names = ("torch", "numpy", "gymnasium", "envpool", "ray")
     return {"python": sys.version.split()[0]} | {name: version(name).partition("+")[0] for name in names}
 
@@ -1249,11 +1249,11 @@ def other_versions(theirs: dict[str, str]) -> str:
 
 
 class Refused(RuntimeError):
-    """What `fail` said in another process. It would say so there again, so the run ends."""
+    """A call to `fail` in another process, with its message. A new process would fail too, so the run ends."""
 
 
 def heard(function, *arguments):
-    """Call a function in a process of Ray's: `fail` is its death there, and nobody sees what it printed."""
+    """Call a function in a Ray process, turning `fail` into `Refused`: else the process dies and its output is lost."""
     with contextlib.redirect_stderr(io.StringIO()) as output:
         try:
             return function(*arguments)
@@ -1262,7 +1262,7 @@ def heard(function, *arguments):
 
 
 class RemoteRunner:
-    """A runner in a process of Ray's. An environment that breaks is an exception of `sample`."""
+    """A runner in a Ray process. If an environment breaks, `sample` raises an exception."""
 
     def __init__(self, args: Args, seeds: list[int], spec: gym.envs.registration.EnvSpec | None):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the learner's
@@ -1299,27 +1299,27 @@ def cause_of(error: Exception) -> str:
 class RayRunners(Runners):
     """Runners as actors of Ray, wherever in the cluster there is room.
 
-    By default each is asked for two fragments: it works at one, and need not wait for the learner to begin the next,
-    but never runs far ahead. With --rollout first-ready it is asked for the next when one has come, and what is older
-    than one update is left out; with batched, each brings one by the newest weights, and all are waited for.
+    By default, two fragments are requested of each runner: it works on one and can begin the next without waiting for
+    the learner, but never runs far ahead. With --rollout first-ready, the next is requested when one has arrived, and
+    those older than one update are dropped; with batched, the learner waits for one from each, with the newest weights.
 
-    A runner that dies, or whose environment raises, is replaced by another, with new seeds; what it was asked for is
-    lost. The learner goes on with what the others bring.
+    A runner that dies, or whose environment raises, is replaced by another with new seeds; its pending requests are
+    lost. The learner continues with the fragments of the others.
     """
 
     def __init__(self, args: Args, run: "Run"):
         super().__init__(args, run)
-        choose_backend(args.env_id, args.env_backend, in_process=False)  # a typing error is found before Ray starts
+        choose_backend(args.env_id, args.env_backend, in_process=False)  # catches a mistyped id before Ray starts
         self.own_ray, self.ray = "ray" not in sys.modules or not sys.modules["ray"].is_initialized(), start_ray(args)
         place = {"num_cpus": args.cpus_per_runner, "num_gpus": args.gpus_per_runner, "scheduling_strategy": "SPREAD"}
         self.remote, self.actors, self.places, self.weights = self.ray.remote(**place)(RemoteRunner), {}, {}, None
-        # How many fragments are asked of a runner at once, and by how many updates one may be old: see above
+        # How many fragments are requested of a runner at once, and how many updates old one may be: see above
         asking = {"batched": (1, 0), "first-ready": (1, 1)}
         self.ahead, self.most_stale = asking.get(getattr(args, "rollout", None), (2, math.inf))
         # Reference of a report -> index of its runner, reference of its fragment (None while the runner is starting)
         self.in_flight = {}
-        self.failures, self.told = [0] * args.num_runners, set()  # in a row; what was said of exceptions
-        # What runners know of the settings; since when each owes a fragment; when one came last
+        self.failures, self.told = [0] * args.num_runners, set()  # consecutive failures; errors already reported
+        # Settings as sent to runners; since when each owes a fragment; when the last fragment arrived
         self.sent_args, self.since, self.last_news = replace(args), [math.inf] * args.num_runners, -math.inf
         self.deadline = time.monotonic() + args.fragment_timeout
         for index in range(args.num_runners):
@@ -1329,7 +1329,7 @@ class RayRunners(Runners):
                 self.hear(reference)
 
     def start(self, index: int) -> None:
-        """Let Ray start a runner; after the death of one, with seeds that none has had."""
+        """Let Ray start a runner; one that replaces a dead one gets new seeds."""
         seeds = self.seeds[index * self.args.envs_per_runner :][: self.args.envs_per_runner]
         if self.restarts:
             seeds = (np.random.SeedSequence([*seeds, self.restarts]).generate_state(len(seeds)) >> 1).tolist()
@@ -1345,7 +1345,7 @@ class RayRunners(Runners):
         self.ask(index, self.ahead)
 
     def ask(self, index: int, count: int) -> None:
-        """Let so many fragments be asked of a runner, by the newest weights."""
+        """Request fragments with the newest weights until `count` requests to a runner are pending."""
         asked = sum(other == index for other, _ in self.in_flight.values())
         self.since[index] = self.since[index] if asked else time.monotonic()
         for _ in range(count - asked if self.weights else 0):
@@ -1353,7 +1353,7 @@ class RayRunners(Runners):
             self.in_flight[report] = index, fragment
 
     def publish(self, version: int, weights: np.ndarray, *others) -> None:
-        """Ask by these weights from now on. A small vector goes along with each question, a large one is put once."""
+        """Use these weights for requests from now on. A small vector goes with each; a large one is put once."""
         self.clock.lap("learning")
         if self.args != self.sent_args:
             name = next(x for x, value in asdict(self.sent_args).items() if value != getattr(self.args, x))
@@ -1365,7 +1365,7 @@ class RayRunners(Runners):
         self.clock.lap("weights")
 
     def ready(self) -> list:
-        """References of what runners have done, in the order in which they were asked; within half a second."""
+        """References to finished calls of runners, in the order of the requests; waits half a second at most."""
         references, now = list(self.in_flight), time.monotonic()
         ready, waiting = self.ray.wait(references, num_returns=len(references), timeout=0)
         self.queue.append(len(ready))
@@ -1380,10 +1380,10 @@ class RayRunners(Runners):
         return ready or self.ray.wait(references, num_returns=1, timeout=0.5)[0]
 
     def hear(self, reference, found: list | None = None, num_ours: int = 0) -> None:
-        """Handle a call that is done: let a runner that has started take part, or keep a fragment and its report.
+        """Handle a finished call: admit a runner that has started, or store a fragment and its report.
 
-        These go to a free place in `found`. After the first `num_ours` places, fragments are for other learners: they
-        stay references.
+        These go to a free place in `found`. Places from `num_ours` on are for other learners: their fragments stay
+        references.
         """
         index, fragment = self.in_flight.pop(reference, (None, None))
         if index is None:
@@ -1408,7 +1408,7 @@ class RayRunners(Runners):
             self.ask(index, 1)
 
     def collect(self, batch_fragments: int, num_learners: int) -> tuple[tuple, tuple]:
-        """Reports and fragments, first those for this learner's batch; references to those for the others."""
+        """Reports and fragments: first those of this learner's batch, then references to those of other learners."""
         self.clock.lap("learning")
         self.deadline = time.monotonic() + self.args.fragment_timeout  # an update may have taken longer
         found = [None] * (batch_fragments * num_learners)
@@ -1419,14 +1419,14 @@ class RayRunners(Runners):
             asked = sum(fragment is not None for _, fragment in self.in_flight.values())
             idle = sorted(self.alive - {index for index, _ in self.in_flight.values()})
             for index in idle[: max(0, found.count(None) - asked)]:
-                self.ask(index, 1)  # in the place of one that has died
+                self.ask(index, 1)  # instead of one that has died
         for report, _ in found:
             self.note(report)
         self.clock.lap("learner_waiting")
         return tuple(zip(*found, strict=True))
 
     def bury(self, index: int, error: Exception) -> None:
-        """Replace a runner that died, or broke; but end the run if one does so again and again."""
+        """Replace a runner that died or raised; end the run if that happens repeatedly."""
         cause, summary = getattr(error, "cause", None), cause_of(error)
         if cause is not None and not self.alive and not self.restarts:
             fail(summary)
@@ -1457,7 +1457,7 @@ class RayRunners(Runners):
 
 
 class NumberedRunners(RayRunners):
-    """Runners of Ray that know the numbers of their environments. Fragments stay where they are if shards keep them."""
+    """Ray runners that know the indices of their environments. With replay shards, fragments stay references."""
 
     def admit(self, index: int, news: dict) -> None:
         first = index * self.args.envs_per_runner
@@ -1469,9 +1469,9 @@ class NumberedRunners(RayRunners):
 
 
 class Replay:
-    """What the learner sees of its replay, wherever it is."""
+    """The learner's interface to its replay, wherever it is."""
 
-    AT_ONCE = 16  # batches that the paper's learner gets ahead: NumPy draws them in the time of two or three
+    AT_ONCE = 16  # batches that the paper's learner prefetches: drawn together, they take NumPy the time of 2 or 3
 
     def __init__(self, args: Args, runners: "Runners", device: torch.device):
         self.args, self.runners, self.device = args, runners, device
@@ -1483,7 +1483,7 @@ class Replay:
         self.batches, self.errors, self.place, self.late = deque(), [], None, None
 
     def sample(self, count: int) -> tuple[Tensor, ...] | None:
-        """A batch for `update`, on the device, of up to `count` that are drawn together; None if there is nothing."""
+        """A batch for `update`, on the device; up to `count` are drawn together. None if the replay is empty."""
         if not self.batches:
             self.place, rows = self.draw(min(count, self.at_once))
             rows = [torch.from_numpy(x).to(self.device).split(self.args.batch_size) for x in rows or ()]
@@ -1491,9 +1491,9 @@ class Replay:
         return self.batches.popleft() if self.batches else None
 
     def write_back(self, error: Tensor) -> None:
-        """Take the errors of a batch; after the last that was drawn with it, make priorities of those drawn before.
+        """Take the errors of a batch; after the last batch of a draw, set the priorities of the draw before it.
 
-        So a GPU is waited for only to send batches: errors are read when the next batches have been learnt from.
+        So the host waits for a GPU only to send batches: errors are read after the next batches have been learnt from.
         """
         self.errors.append(error)
         if self.batches:
@@ -1513,7 +1513,7 @@ class Replay:
 
 
 class LocalReplay(Replay):
-    """All in this process, and in the checkpoint, but for errors that are not written back yet."""
+    """The replay in this process, saved in the checkpoint, except for errors not yet written back."""
 
     def __init__(self, args: Args, runners: "Runners", device: torch.device):
         super().__init__(args, runners, device)
@@ -1529,7 +1529,7 @@ class LocalReplay(Replay):
         return {"replay/transitions": min(fragments.num_added * fragments.size, fragments.capacity)}
 
     def state_dict(self) -> dict:
-        """The rows in use, not copied: of a slice torch.save would write the whole tensor, but not by way of NumPy."""
+        """The rows in use, not copied; through NumPy, since torch.save writes the whole tensor of a slice."""
         fragments, tree = self.shard.fragments, self.shard.tree
         used = min(fragments.num_added, len(fragments.obs))
         arrays = {name: getattr(fragments, name)[:used] for name in ("obs", "age", "columns", "generation")}
@@ -1548,7 +1548,7 @@ class RemoteReplay:
     """A shard of the replay in a process of Ray's."""
 
     def open(self, args: Args, observation_space: gym.Space, seed: int) -> str:
-        """Make room -> a line that says how much."""
+        """Allocate the memory -> a line that says how much."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the learner's
         np.random.seed(seed)
         with contextlib.redirect_stderr(io.StringIO()) as output:
@@ -1569,9 +1569,9 @@ class RemoteReplay:
 
 
 class ReplayShards(Replay):
-    """The replay in several processes of Ray, which get fragments from runners, in turn, not by way of the learner.
+    """The replay in several Ray processes, which get fragments in turn, directly from runners, not through the learner.
 
-    Batches are asked for ahead, of each shard in turn. A shard that dies is replaced by an empty one; what it held is
+    Batches are requested ahead, from each shard in turn. A shard that dies is replaced by an empty one; what it held is
     counted as lost, and the learner goes on with what the others hold. Shards are not in the checkpoint.
     """
 
@@ -1585,7 +1585,7 @@ class ReplayShards(Replay):
         self.ray, self.fragment_size = runners.ray, args.fragment_steps * args.envs_per_runner
         self.remote = self.ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(RemoteReplay)
         self.shards, self.num_given, self.num_added, self.num_lost, self.restarts = {}, {}, 0, 0, 0
-        self.adding, self.asked = {}, deque()  # what will be an answer -> shard; shards, what will be batches
+        self.adding, self.asked = {}, deque()  # pending answer -> shard; (shard, pending batches)
         try:
             starting = [self.start(index) for index in range(args.replay_shards)]
             lines = self.ray.get(starting, timeout=args.fragment_timeout)
@@ -1601,7 +1601,7 @@ class ReplayShards(Replay):
         return self.shards[index].open.remote(self.args, self.runners.spaces[0], seed)
 
     def add(self, fragment) -> None:
-        """Let the next shard have a fragment, by its reference."""
+        """Send a fragment to the next shard, by reference."""
         index = self.num_added % len(self.shards)
         self.adding[self.shards[index].add.remote(fragment)] = index
         self.num_given[index] += 1
@@ -1610,7 +1610,7 @@ class ReplayShards(Replay):
             self.hear(self.adding.pop(reference, None), reference)
 
     def hear(self, index: int | None, reference):
-        """What a shard answers; if it is dead, another takes its place, and there is no answer."""
+        """The answer of a shard; if the shard is dead, replace it and return None."""
         if index is None:
             return None  # the shard has been buried meanwhile
         deadline = time.monotonic() + self.args.fragment_timeout
@@ -1621,7 +1621,7 @@ class ReplayShards(Replay):
         try:
             return self.ray.get(reference)
         except self.ray.exceptions.ObjectLostError:
-            self.num_lost += self.fragment_size  # it went with the machine of its runner
+            self.num_lost += self.fragment_size  # lost with its runner's machine
         except self.ray.exceptions.RayError as error:
             self.bury(index, error)
         return None
@@ -1633,7 +1633,7 @@ class ReplayShards(Replay):
 
     def bury(self, index: int, error: Exception) -> None:
         """Replace a shard that died; what it held is lost."""
-        if getattr(error, "cause", None) is not None:  # an exception, which another process would meet again
+        if getattr(error, "cause", None) is not None:  # an exception, which a new process would raise again
             self.runners.stop(f"replay shard {index}: {cause_of(error)}")
         death = f"replay shard {index} died: {cause_of(error)}; {self.held(index):,} transitions are lost"
         if self.restarts == self.args.runner_restarts:
@@ -1646,7 +1646,7 @@ class ReplayShards(Replay):
         self.adding[self.start(index)] = index
 
     def draw(self, count: int) -> tuple:
-        """The batches that were asked for first; more of them are asked for of those that hold something."""
+        """The batches requested first; more are requested from the shards that hold something."""
         self.runners.clock.lap("learning")
         rows = None
         while rows is None and any(self.num_given.values()):
@@ -1665,7 +1665,7 @@ class ReplayShards(Replay):
         return (shard, place), [np.array(x) for x in rows]  # Ray's arrays can't be written to
 
     def prioritize(self, place: tuple, error: np.ndarray) -> None:
-        """Without waiting for it; it is heard of with the next fragment. A shard that is dead does not mind."""
+        """Does not wait; the answer is read when the next fragment is added. A dead shard ignores the priorities."""
         shard, place = place
         reference = shard.prioritize.remote(place, error)
         for index in [index for index, other in self.shards.items() if other is shard]:
@@ -1700,7 +1700,7 @@ def validate(args: Args) -> torch.device:
 
 
 def typed_flags() -> list[str]:
-    """What was typed, CleanRL's --cuda as ours; SystemExit(2) at its flags that are not here, with what there is."""
+    """The command line, with CleanRL's --cuda translated; SystemExit(2) for its other flags, with a replacement."""
     words = [{"--cuda": "--device=auto", "--no-cuda": "--device=cpu"}.get(word, word) for word in sys.argv[1:]]
     instead = {"--torch-deterministic": "runs on a CPU always are", "--save-model": "each run leaves checkpoint.pt"}
     instead["--capture-video"] = "./run.sh evaluate RUN_DIR --video FILE.mp4"
@@ -1711,18 +1711,18 @@ def typed_flags() -> list[str]:
 
 
 def load_checkpoint(args: Args) -> tuple[Args, dict]:
-    """The settings and the checkpoint of the run to resume; without --resume the settings as they are, and nothing."""
+    """Settings and checkpoint of the run to resume; without --resume, the settings as given and an empty dict."""
     if args.resume is None:
         if args.override:
             fail("--override changes settings of a run that goes on; it needs --resume RUN")
         return args, {}
     try:
-        # Mapped, not read: a replay buffer goes from the file straight to its place
+        # Memory-mapped: a replay buffer is copied from the file directly to its place
         checkpoint = torch.load(Path(args.resume, "checkpoint.pt"), map_location="cpu", weights_only=True, mmap=True)
         if checkpoint["script"] != Path(__file__).name:
             raise ValueError(f"this is a run of {checkpoint['script']}")
         saved = Args(**checkpoint["args"])
-    except Exception as error:  # whatever unpickling a broken file brings up
+    except Exception as error:  # anything unpickling a broken file may raise
         fail(f"can't resume {args.resume}: {type(error).__name__}: {error}")
     flags = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv[1:] if word.startswith("--")]
     other_names = {"cuda": "device", "start_e": "epsilon_start", "end_e": "epsilon_end"}  # CleanRL's
@@ -1758,7 +1758,7 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
 
 
 def lock(file) -> bool:
-    """Keep other processes from taking this file until it is closed; whether none of them has taken it before."""
+    """Lock this file against other processes until it is closed; False if another process holds the lock."""
     try:
         import fcntl
 
@@ -1771,7 +1771,7 @@ def lock(file) -> bool:
 
 
 def check_storable(name: str, value) -> None:
-    """Refuse what a checkpoint can be written with, but not read: safe loading knows no NumPy and no own classes."""
+    """Refuse values that can be written to a checkpoint but not read: safe loading rejects NumPy and custom classes."""
     parts = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list | tuple) else {}
     for key, part in parts.items():
         check_storable(f"{name}[{key!r}]", part)
@@ -1782,11 +1782,11 @@ def check_storable(name: str, value) -> None:
 class Run:
     """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
 
-    At the first SIGINT or SIGTERM `stopped_by` is set, and the loop is to end. A second one of the same kind kills.
+    The first SIGINT or SIGTERM sets `stopped_by`, and the loop should end. A second one of the same kind kills.
     """
 
     def __init__(self, args: Args):
-        """Take up the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
+        """Load the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
         self.args, self.checkpoint = load_checkpoint(args)
         self.device = validate(self.args)
         counters = (self.checkpoint.get(name, 0) for name in ("global_step", "iteration", "num_updates", "seconds"))
@@ -1799,7 +1799,7 @@ class Run:
         torch.manual_seed(self.args.seed)
 
     def env_seeds(self, num_envs: int) -> list[int]:
-        """A seed for each environment: 31 bits, as EnvPool takes them; others for each run, and after a resume."""
+        """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
     def restore(self) -> None:
@@ -1818,7 +1818,7 @@ class Run:
         self.checkpoint = None  # frees a replay buffer
 
     def open(self, envs, **state) -> None:
-        """Load the parts of `state` from a checkpoint, to which they will be saved; open the run's folder."""
+        """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
         if self.checkpoint:
@@ -1894,7 +1894,7 @@ class Run:
         signal.signal(signum, signal.SIG_DFL)
 
     def keep_rng(self) -> None:
-        """Note the random state as of now: a rollout that is broken off has drawn numbers which must not count."""
+        """Record the random state for the next checkpoint: numbers drawn in an interrupted rollout must not count."""
         name, keys, *rest = np.random.get_state()
         self.rng = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state()}
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
@@ -1929,7 +1929,7 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        """Write the checkpoint beside the old one, then put it in its place: at any moment the disk has a whole one."""
+        """Write the checkpoint beside the old one, then replace that: a complete one is on disk at all times."""
         modules = [part for part in self.state.values() if isinstance(part, nn.Module)]
         if not all(weight.isfinite().all() for module in modules for weight in module.parameters()):
             sys.exit(f"error: weights are NaN or infinite at step {self.step}; {self.hint()}")
@@ -1956,12 +1956,12 @@ class Run:
         return self.step < self.args.total_timesteps and self.stopped_by is None
 
     def is_due(self) -> bool:
-        """Whether the log is, or a checkpoint, which comes with a line of the log, or whether this is the end."""
+        """Whether to log now: a log line or a checkpoint, which comes with a log line, is due, or the run ends."""
         intervals = (self.args.log_every, self.checkpoint_every)
         return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
 
     def stop_if_asked(self) -> None:
-        """In a rollout: end the run as of its last update after a signal, since a rollout may take minutes."""
+        """After a signal, end the run within a rollout, which may take minutes, with the state of its last update."""
         if self.stopped_by is not None:
             self.close()
 

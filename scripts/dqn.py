@@ -13,14 +13,14 @@ https://arxiv.org/abs/1509.06461.
 
     python dqn.py --env-id CartPole-v1 --seed 1
 
-Its compiled twin is `dqn_torchcompile.py`; the diff of the two shows all that compiling takes.
+Its compiled twin is `dqn_torchcompile.py`; a diff of the two shows every change that compiling needs.
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = number of actions, P = number of parameters.
 
-Departures from CleanRL's script of the same name, whose settings these are: rows in which environments reset themselves
-are neither stored nor counted; there is one update for every `train_frequency` steps that are left, however many
+Settings are those of CleanRL's script of the same name. Departures from it: rows in which environments reset themselves
+are neither stored nor counted; there is one update per `train_frequency` steps that do count, no matter how many
 environments take them.
 
-How to read on: settings, networks, formulas, then `train`, the algorithm. Below the rule is nothing but plumbing.
+Reading order: settings, networks, formulas, then `train`, the algorithm. Below the `# ----` line is only plumbing.
 """
 
 import atexit
@@ -66,41 +66,41 @@ class Args:
     seed: int = 1  # seeds Python, NumPy, PyTorch and the environments
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
-    resume: str | None = None  # folder of a run to go on with, by its own settings, from its checkpoint
-    override: tuple[str, ...] = ()  # with --resume: CHANGEABLE settings that change, as gamma=0.98
+    resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
+    override: tuple[str, ...] = ()  # with --resume: new values for CHANGEABLE settings, such as gamma=0.98
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 1_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
     track: bool = False  # send the TensorBoard events to Weights & Biases too
-    wandb_project_name: str = "flatout"  # the project there
-    wandb_entity: str | None = None  # the team there
+    wandb_project_name: str = "flatout"  # the Weights & Biases project
+    wandb_entity: str | None = None  # the Weights & Biases team
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete actions
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool where it is faster and knows the id
     sync_envs: bool = False  # step several environments in this process: best where a step takes microseconds
-    env_kwargs: str = "{}"  # arguments for its constructor, as JSON: '{"key": value}'
+    env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 500_000  # environment steps in the whole run
     num_envs: int = 1  # environments side by side
 
     # DQN
     learning_rate: float = 2.5e-4  # of Adam
     buffer_size: int = 10_000  # transitions kept for replay
-    save_replay: bool = True  # keep them in the checkpoint too, so that a resumed run learns from the same data
+    save_replay: bool = True  # store the replay in the checkpoint, so that a resumed run learns from the same data
     gamma: float = 0.99  # discount factor
     tau: float = 1.0  # target networks: target <- (1 - tau) * target + tau * online
     target_network_frequency: int = 500  # steps between two updates of the target networks
     batch_size: int = 128  # transitions in one update
     epsilon_start: Annotated[float, tyro.conf.arg(aliases=["--start-e"])] = 1.0  # probability of a random action
-    epsilon_end: Annotated[float, tyro.conf.arg(aliases=["--end-e"])] = 0.05  # the same when annealed
-    exploration_fraction: float = 0.5  # part of the run in which it is annealed linearly
+    epsilon_end: Annotated[float, tyro.conf.arg(aliases=["--end-e"])] = 0.05  # the same after annealing
+    exploration_fraction: float = 0.5  # fraction of the run over which epsilon is annealed linearly
     learning_starts: int = 10_000  # environment steps before the first update
-    train_frequency: int = 10  # environment steps for each update
-    double_dqn: bool = False  # choose the next action by the network, not by the target network
+    train_frequency: int = 10  # environment steps per update
+    double_dqn: bool = False  # choose the next action with the online network, not with the target network
 
 
 METRICS = ("losses/td_loss", "losses/q_values")
-# The least and the greatest value of a setting; of others, integers are 1 or more, floats 0 or more
+# Smallest and largest value of a setting; for settings not listed, integers are at least 1, floats at least 0
 LIMITS = {"seed": (0, 2**63 - 1), "learning_starts": (0, math.inf), "gamma": (0, 1), "tau": (0, 1)}
 LIMITS |= {"epsilon_start": (0, 1), "epsilon_end": (0, 1), "exploration_fraction": (0, 1)}
 CHANGEABLE = "learning_rate", "gamma", "tau", "target_network_frequency", "batch_size", "epsilon_end", "train_frequency"
@@ -127,7 +127,7 @@ def linear_schedule(start: float, end: float, duration: float, step: int) -> flo
 
 
 def train(args: Args) -> Path:
-    """Train from the start, or from a checkpoint, to the end; returns the run's folder. Wrong input: SystemExit(2)."""
+    """Train from scratch or from a checkpoint to the end; return the run's folder. Invalid input: SystemExit(2)."""
     run = Run(args)
     args, device = run.args, run.device
     if args.target_network_frequency % args.train_frequency:
@@ -135,7 +135,7 @@ def train(args: Args) -> Path:
     if args.buffer_size < args.num_envs + args.train_frequency:
         fail(f"--buffer-size {args.buffer_size} is less than what comes in between two updates")
     exploration_steps = max(args.exploration_fraction * args.total_timesteps, 1)
-    torch.set_num_threads(1)  # networks of this size lose by a second thread
+    torch.set_num_threads(1)  # a second thread slows networks of this size down
     torch.set_flush_denormal(True)  # moments of Adam that decay to denormal numbers slow a CPU down
 
     envs = Envs(args, run.env_seeds(args.num_envs))
@@ -151,7 +151,7 @@ def train(args: Args) -> Path:
     check_policy(q_values, actor, actor, envs.obs_dim)
 
     def update() -> Tensor:
-        """One step of Adam on the squared error of the values of a batch, drawn from the buffer -> `METRICS`."""
+        """One step of Adam on the squared TD errors of a batch drawn from the buffer -> `METRICS`."""
         obs, action, reward, next_obs, terminated = buffer.sample(args.batch_size)
         with torch.no_grad():
             next_q = target_network(next_obs)
@@ -165,11 +165,11 @@ def train(args: Args) -> Path:
     buffers = {"buffer": buffer} if args.save_replay else {}
     run.open(envs, network=network, target_network=target_network, optimizer=optimizer, **buffers)
     actor.load_state_dict(network.state_dict())  # as it is in the checkpoint
-    run.num_updates = run.step // args.train_frequency  # as it is there, but where --override changed the frequency
+    run.num_updates = run.step // args.train_frequency  # likewise, unless --override changed the frequency
     losses, steps_per_move = None, args.target_network_frequency // args.train_frequency
     episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
     obs, done = envs.reset(), np.zeros(args.num_envs, dtype=bool)
-    # A resumed run that has lost its replay buffer fills it first
+    # A resumed run whose replay buffer was not saved refills it before it learns
     first_update = args.learning_starts + (0 if args.save_replay else run.step)
     while run.goes_on():
         steps = []
@@ -180,9 +180,9 @@ def train(args: Args) -> Path:
             for i in [i for i in range(args.num_envs) if random.random() < epsilon]:
                 action[i] = random.randrange(num_actions)
 
-            # Step the environment. A truncated episode still has a future: only `terminated` is stored
+            # Step the environment. A truncated episode still bootstraps, so only `terminated` is stored
             next_obs, reward, terminated, truncated = envs.step(first_action + action)
-            valid = ~done  # where an episode had ended, this step was a reset
+            valid = ~done  # after the end of an episode, this step was its reset
             steps.append((obs, action, reward, next_obs, terminated, valid))
             run.step += int(np.count_nonzero(valid))
             episode_return += reward
@@ -192,7 +192,7 @@ def train(args: Args) -> Path:
                 run.episodes.append((float(episode_return[i]), int(episode_length[i])))
                 episode_return[i] = episode_length[i] = 0
 
-        # Learn. Updates count from the first step on, also those that are left out before learning starts
+        # Learn. Updates are counted from the first step on, including those skipped before learning starts
         *columns, valid = (np.concatenate(column) for column in zip(*steps, strict=True))
         buffer.add(torch.from_numpy(np.column_stack(columns)[valid]).to(device, torch.float32))
         while run.num_updates < run.step // args.train_frequency:
@@ -223,7 +223,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that can be allocated on the device, within the container's limit too; infinite where nothing tells."""
+    """Bytes that can be allocated on the device, within the container's limit too; infinite if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free, group = math.inf, Path("/sys/fs/cgroup")
@@ -239,8 +239,8 @@ def free_memory(device: torch.device) -> float:
 class ReplayBuffer(nn.Module):
     """The last `capacity` transitions, each a row of observation (O), action (A), reward, next observation, terminated.
 
-    One piece takes one copy to write and one gather to sample. How many rows have ever been written, which says where
-    the next one goes, is kept on the device, so that a graph reads its present value.
+    As one tensor, it takes one copy to write and one gather to sample. The number of rows ever written, which tells
+    where the next one goes, is kept on the device, so that a CUDA graph reads its current value.
     """
 
     def __init__(self, capacity: int, obs_dim: int, action_dim: int, device: torch.device):
@@ -262,12 +262,12 @@ class ReplayBuffer(nn.Module):
     def sample(self, batch_size: int) -> tuple[Tensor, ...]:
         """Rows drawn with replacement: observation (B, O), action (B, A), reward (B,), next observation, terminated."""
         size = self.num_written.clamp(max=len(self.rows))
-        index = torch.randint(2**40, (batch_size,), device=self.rows.device) % size  # a tensor is no bound of randint
+        index = torch.randint(2**40, (batch_size,), device=self.rows.device) % size  # randint takes no tensor as bound
         obs, action, reward, next_obs, terminated = self.rows[index].split(self.widths, dim=1)
         return obs, action, reward.squeeze(1), next_obs, terminated.squeeze(1)
 
     def state_dict(self) -> dict:
-        """The rows in use, not copied: of a slice torch.save would write the whole tensor, but not by way of NumPy."""
+        """The rows in use, not copied; through NumPy, since torch.save writes the whole tensor of a slice."""
         rows = self.rows[: int(self.num_written)]
         own = {"rows": torch.from_numpy(rows.cpu().numpy()), "num_written": self.num_written.cpu()}
         return super().state_dict() | own  # with buffers that a copy of this file registers, such as priorities
@@ -280,8 +280,8 @@ class ReplayBuffer(nn.Module):
 
 @torch.no_grad()
 def move_towards(targets: list[Tensor], weights: list[Tensor], tau: float | Tensor = 1.0) -> None:
-    """Each of `targets` becomes (1 - tau) times itself plus tau times the weight beside it: for tau = 1 a copy."""
-    if torch.compiler.is_compiling() and targets[0].device.type == "cpu":  # becomes loops, where a call would stay one
+    """target <- (1 - tau) * target + tau * weight, for each pair, in place; tau = 1 copies."""
+    if torch.compiler.is_compiling() and targets[0].device.type == "cpu":  # fused into loops, unlike the call below
         for target, weight in zip(targets, weights, strict=True):
             target.lerp_(weight, tau)
         return
@@ -289,7 +289,7 @@ def move_towards(targets: list[Tensor], weights: list[Tensor], tau: float | Tens
 
 
 def copy_to_cpu(module: nn.Module, copy: nn.Module) -> None:
-    """Bring what a module has learnt into its copy on the CPU: one transfer and one wait, not one for each tensor."""
+    """Update a module's copy on the CPU with one transfer and one wait, instead of one per tensor."""
     state = module.state_dict()
     flat = torch.cat([x.reshape(-1) for x in state.values()]).cpu()
     parts = dict(zip(state, flat.split([x.numel() for x in state.values()]), strict=True))
@@ -301,8 +301,8 @@ class Adam(nn.Module):
     """Adam (Kingma & Ba 2015, algorithm 1): PyTorch's fused kernel, without the bookkeeping of torch.optim around it.
 
     For small networks that bookkeeping takes longer than the kernel. torch.compile can trace neither, so compiled code
-    has the formula written out, on all weights as one vector (P,), which becomes a single loop. What changes is kept in
-    tensors, the learning rate too, so that compiled code and CUDA graphs read its present value.
+    uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
+    the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -312,19 +312,19 @@ class Adam(nn.Module):
         zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
         self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate, dtype=torch.float))
         self.register_buffer("first_learning_rate", self.learning_rate.clone())
-        self.register_buffer("steps", torch.zeros_like(zeros[0], dtype=torch.float))  # CUDA's kernel reads both so
+        self.register_buffer("steps", torch.zeros_like(zeros[0], dtype=torch.float))  # CUDA's kernel reads floats
         self.register_buffer("beta_powers", torch.ones(2, device=zeros.device))  # each beta to the power of `steps`
         self.register_buffer("beta_factors", zeros.new_tensor(betas), persistent=False)
         self.register_buffer("exp_avg", zeros.clone())
         self.register_buffer("exp_avg_sq", zeros.clone())
-        # The kernel takes lists: views of the two vectors, which a checkpoint fills in place. On CUDA it refuses those
-        # that do not lie in memory as their weight does
+        # The kernel takes lists of tensors: views of the two vectors, which a checkpoint fills in place. On CUDA, each
+        # view must have the same memory layout as its weight
         parts = zip(self.weights, self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes), strict=True)
         views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
         self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
 
     def load_state_dict(self, state: dict) -> None:
-        """What a checkpoint holds, but for a learning rate that --override has changed: that counts from here on."""
+        """Load a checkpoint's state, but keep a learning rate that --override has changed."""
         new = self.first_learning_rate.clone()
         super().load_state_dict(state)
         if new != self.first_learning_rate:
@@ -335,9 +335,9 @@ class Adam(nn.Module):
     def step(self, gradients: tuple[Tensor, ...]) -> None:
         """Change the weights in place, down their gradients."""
         self.steps.add_(1)
-        self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would compute a power anew every few weights
+        self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would recompute a power every few weights
         beta1, beta2 = self.betas
-        if torch.compiler.is_compiling():  # the formula: what you change here or in the kernel's call, change in both
+        if torch.compiler.is_compiling():  # the formula: change it and the kernel's call below together
             gradient = torch.cat([g.reshape(-1) for g in gradients])
             self.exp_avg.lerp_(gradient, 1 - beta1)
             self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
@@ -346,7 +346,7 @@ class Adam(nn.Module):
             parts = zip(change.split(self.sizes), self.weights, strict=True)
             torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
             return
-        # The kernel goes through memory in order, so a gradient must lie there as its weight does
+        # The kernel reads memory in order, so each gradient must have the same memory layout as its weight
         pairs = zip(gradients, self.weights, strict=True)
         gradients = [g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in pairs]
         torch._fused_adam_(
@@ -357,10 +357,10 @@ class Adam(nn.Module):
 
 
 def numpy_mlp(net: nn.Sequential):
-    """The function of a network on NumPy arrays (B, inputs) -> (B, outputs): 5 us for one row, where PyTorch takes 35.
+    """A network as a function of NumPy arrays (B, inputs) -> (B, outputs): 5 us for one row, where PyTorch takes 35.
 
-    It reads the memory of the parameters, which must be on the CPU, and follows when these change in place. Layers that
-    it does not know are left to PyTorch.
+    It shares the memory of the parameters, which must be on the CPU, so it follows in-place changes. Networks with
+    layers that it does not know are left to PyTorch.
     """
     known = {nn.Tanh: np.tanh, nn.ReLU: partial(np.maximum, np.float32(0))}
     layers = list(net) if isinstance(net, nn.Sequential) else [net]
@@ -383,10 +383,10 @@ def numpy_mlp(net: nn.Sequential):
 
 @torch.no_grad()
 def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
-    """Refuse a policy that acts, of arrays (B, O) -> (B, A), if the one that learns, of tensors, computes others.
+    """Fail unless the acting policy, on arrays, and the learning one, on tensors, agree: both (B, O) -> (B, A).
 
-    At other weights and buffers of the module, too: at the first ones outputs are so small that much passes for equal,
-    and statistics do nothing. For small observations and for large ones, which `forward` may clip.
+    The test changes the module's weights and buffers: with the initial ones, outputs are so small that much passes for
+    equal, and statistics have no effect. It uses small observations and large ones, which `forward` may clip.
     """
     rng, generator = np.random.default_rng(1), torch.Generator().manual_seed(1)
     obs = (rng.normal(size=(64, obs_dim)) * np.logspace(-1, 2, 64)[:, None]).astype(np.float32)
@@ -395,10 +395,10 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     for x in [x for x in state if x.is_floating_point()]:  # weights of either sign; buffers may be variances
         draw, inputs = (torch.randn if isinstance(x, nn.Parameter) else torch.rand), math.prod(x.shape[1:])
         x.add_((draw(x.shape, generator=generator) / max(1, inputs) ** 0.5).to(x.device, x.dtype))
-    try:  # a row by itself, since layers may look at the whole batch
+    try:  # one row on its own, since layers may look at the whole batch
         acted = np.concatenate([acting(obs[:1]), acting(obs[1:])])
         learnt = np.broadcast_to(learning(torch.from_numpy(obs)).numpy().copy(), acted.shape)
-    except (ValueError, IndexError) as error:  # as BatchNorm's, of a single row
+    except (ValueError, IndexError) as error:  # such as BatchNorm's for a single row
         fail(f"the policy can't act: {error}")
     finally:
         torch._foreach_copy_(state, first)
@@ -409,18 +409,18 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    """End with one line and exit code 2: the input is wrong."""
+    """Report invalid input in one line and end with exit code 2."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def num_cores() -> int:
-    """How many CPU cores this process may use; all there are, on a system that does not tell."""
+    """Number of CPU cores this process may use; on a system that does not tell, all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
-    """The library that makes the environments; SystemExit(2) if none knows the id, with the ids that come near."""
+    """The library that makes the environments; SystemExit(2) with similar ids if none knows the id."""
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
     libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"], []
     for library in libraries if in_process else reversed(libraries):
@@ -446,7 +446,7 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     if multiprocessing.parent_process() is not None:
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.SIG_IGN)
-    # No warnings that nobody can act upon: of old ids, which published results are of, and of old attributes in models
+    # No warnings that nobody can act on: about old ids, which published results use, and old attributes in models
     warnings.filterwarnings("ignore", ".*out of date")
     if "mujoco" in str(env):
         importlib.import_module("mujoco").set_mju_user_warning(lambda _message: None)
@@ -488,10 +488,10 @@ class SyncEnvs:
 
 @contextlib.contextmanager
 def light_start():
-    """Worker processes started herein ignore signals, have one thread, and do not import this file.
+    """Worker processes started in this context ignore signals, have one thread, and do not import this file.
 
-    Else multiprocessing imports the main module in each, and PyTorch with it: 1.6 s and 230 MB instead of 0.2 s and
-    40 MB. So, meanwhile, an empty module takes its place.
+    Otherwise multiprocessing imports the main module in each, and with it PyTorch: 1.6 s and 230 MB instead of 0.2 s
+    and 40 MB. So an empty module takes its place meanwhile.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
@@ -510,12 +510,12 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
     multiprocessing.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
     with light_start():
         vector = gym.vector.AsyncVectorEnv(env_fns, context="forkserver")
-    atexit.register(lambda: [process.kill() for process in vector.processes])  # else a run that broke may wait for them
+    atexit.register(lambda: [process.kill() for process in vector.processes])  # else a failed run may wait for them
     return vector
 
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
-    """Raise a ValueError at a NaN or infinity; in terminal observations, whose value does not count, it is set to 0."""
+    """Raise a ValueError at NaN or infinity; in terminal observations, whose value is not used, set them to 0."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
         obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
@@ -546,8 +546,8 @@ def without(settings: dict, names: set[str]) -> dict:
 class Envs:
     """N environments side by side: flat observations (N, O); actions (N, A), or (N,) where they are discrete.
 
-    Autoreset is one step late, whatever the backend: the observation at an episode's end is its true last one, and the
-    next step ignores its action, resets that environment and returns reward 0. This row is no step of the environment.
+    Autoreset happens one step late, whatever the backend: the observation at an episode's end is its true last one; the
+    next step ignores its action, resets that environment and returns reward 0. This row does not count as a step.
     """
 
     def __init__(self, args: Args, seeds: list[int]):
@@ -563,15 +563,15 @@ class Envs:
                 self.vector = importlib.import_module("envpool").make_gymnasium(args.env_id, seed=seeds, **settings)
                 self.observation_space, self.action_space = self.vector.observation_space, self.vector.action_space
             else:
-                # A record instead of the id, since what this file registers is unknown in a worker process
+                # The spec instead of the id, since a worker process does not know what this file registers
                 env_fns = [partial(make_env, gym.registry.get(args.env_id, args.env_id), settings)] * len(seeds)
                 self.vector = (SyncEnvs if in_process else worker_envs)(env_fns)
                 self.observation_space = self.vector.single_observation_space
                 self.action_space = self.vector.single_action_space
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
-        except Exception as error:  # whatever a constructor brings up
+        except Exception as error:  # anything a constructor may raise
             fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}")
-        self.action_shape = (len(seeds), *(self.action_space.shape or ()))  # those of some spaces are None
+        self.action_shape = (len(seeds), *(self.action_space.shape or ()))  # the shape of some spaces is None
         where = "threads" if self.backend == "envpool" else "this process" if in_process else "worker processes"
         self.summary = f"environments: {len(seeds)} by {self.backend}, in {where}"
         warn_of_pixels(self.observation_space, self.obs_dim)
@@ -612,7 +612,7 @@ class Envs:
         workers = getattr(self.vector, "processes", ()) if is_pipe else ()
         if workers:
             time.sleep(0.1)  # until exit codes are there
-            self.vector.closed = True  # else, at exit, it would wait for the answer of the dead
+            self.vector.closed = True  # else it would wait at exit for the answer of a dead worker
         dead = [f"{i} (exit code {p.exitcode})" for i, p in enumerate(workers) if p.exitcode]
         if dead:
             return f"environment worker {', '.join(dead)} died"
@@ -659,7 +659,7 @@ def validate(args: Args) -> torch.device:
 
 
 def typed_flags() -> list[str]:
-    """What was typed, CleanRL's --cuda as ours; SystemExit(2) at its flags that are not here, with what there is."""
+    """The command line, with CleanRL's --cuda translated; SystemExit(2) for its other flags, with a replacement."""
     words = [{"--cuda": "--device=auto", "--no-cuda": "--device=cpu"}.get(word, word) for word in sys.argv[1:]]
     instead = {"--torch-deterministic": "runs on a CPU always are", "--save-model": "each run leaves checkpoint.pt"}
     instead["--capture-video"] = "./run.sh evaluate RUN_DIR --video FILE.mp4"
@@ -670,18 +670,18 @@ def typed_flags() -> list[str]:
 
 
 def load_checkpoint(args: Args) -> tuple[Args, dict]:
-    """The settings and the checkpoint of the run to resume; without --resume the settings as they are, and nothing."""
+    """Settings and checkpoint of the run to resume; without --resume, the settings as given and an empty dict."""
     if args.resume is None:
         if args.override:
             fail("--override changes settings of a run that goes on; it needs --resume RUN")
         return args, {}
     try:
-        # Mapped, not read: a replay buffer goes from the file straight to its place
+        # Memory-mapped: a replay buffer is copied from the file directly to its place
         checkpoint = torch.load(Path(args.resume, "checkpoint.pt"), map_location="cpu", weights_only=True, mmap=True)
         if checkpoint["script"] != Path(__file__).name:
             raise ValueError(f"this is a run of {checkpoint['script']}")
         saved = Args(**checkpoint["args"])
-    except Exception as error:  # whatever unpickling a broken file brings up
+    except Exception as error:  # anything unpickling a broken file may raise
         fail(f"can't resume {args.resume}: {type(error).__name__}: {error}")
     flags = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv[1:] if word.startswith("--")]
     other_names = {"cuda": "device", "start_e": "epsilon_start", "end_e": "epsilon_end"}  # CleanRL's
@@ -717,7 +717,7 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
 
 
 def lock(file) -> bool:
-    """Keep other processes from taking this file until it is closed; whether none of them has taken it before."""
+    """Lock this file against other processes until it is closed; False if another process holds the lock."""
     try:
         import fcntl
 
@@ -730,7 +730,7 @@ def lock(file) -> bool:
 
 
 def check_storable(name: str, value) -> None:
-    """Refuse what a checkpoint can be written with, but not read: safe loading knows no NumPy and no own classes."""
+    """Refuse values that can be written to a checkpoint but not read: safe loading rejects NumPy and custom classes."""
     parts = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list | tuple) else {}
     for key, part in parts.items():
         check_storable(f"{name}[{key!r}]", part)
@@ -741,11 +741,11 @@ def check_storable(name: str, value) -> None:
 class Run:
     """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
 
-    At the first SIGINT or SIGTERM `stopped_by` is set, and the loop is to end. A second one of the same kind kills.
+    The first SIGINT or SIGTERM sets `stopped_by`, and the loop should end. A second one of the same kind kills.
     """
 
     def __init__(self, args: Args):
-        """Take up the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
+        """Load the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
         self.args, self.checkpoint = load_checkpoint(args)
         self.device = validate(self.args)
         counters = (self.checkpoint.get(name, 0) for name in ("global_step", "iteration", "num_updates", "seconds"))
@@ -758,7 +758,7 @@ class Run:
         torch.manual_seed(self.args.seed)
 
     def env_seeds(self, num_envs: int) -> list[int]:
-        """A seed for each environment: 31 bits, as EnvPool takes them; others for each run, and after a resume."""
+        """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
     def restore(self) -> None:
@@ -777,7 +777,7 @@ class Run:
         self.checkpoint = None  # frees a replay buffer
 
     def open(self, envs, **state) -> None:
-        """Load the parts of `state` from a checkpoint, to which they will be saved; open the run's folder."""
+        """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
         if self.checkpoint:
@@ -853,7 +853,7 @@ class Run:
         signal.signal(signum, signal.SIG_DFL)
 
     def keep_rng(self) -> None:
-        """Note the random state as of now: a rollout that is broken off has drawn numbers which must not count."""
+        """Record the random state for the next checkpoint: numbers drawn in an interrupted rollout must not count."""
         name, keys, *rest = np.random.get_state()
         self.rng = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state()}
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
@@ -888,7 +888,7 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        """Write the checkpoint beside the old one, then put it in its place: at any moment the disk has a whole one."""
+        """Write the checkpoint beside the old one, then replace that: a complete one is on disk at all times."""
         modules = [part for part in self.state.values() if isinstance(part, nn.Module)]
         if not all(weight.isfinite().all() for module in modules for weight in module.parameters()):
             sys.exit(f"error: weights are NaN or infinite at step {self.step}; {self.hint()}")
@@ -915,12 +915,12 @@ class Run:
         return self.step < self.args.total_timesteps and self.stopped_by is None
 
     def is_due(self) -> bool:
-        """Whether the log is, or a checkpoint, which comes with a line of the log, or whether this is the end."""
+        """Whether to log now: a log line or a checkpoint, which comes with a log line, is due, or the run ends."""
         intervals = (self.args.log_every, self.checkpoint_every)
         return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
 
     def stop_if_asked(self) -> None:
-        """In a rollout: end the run as of its last update after a signal, since a rollout may take minutes."""
+        """After a signal, end the run within a rollout, which may take minutes, with the state of its last update."""
         if self.stopped_by is not None:
             self.close()
 

@@ -7,22 +7,22 @@
 # ///
 """Proximal Policy Optimization (PPO) for Atari games on EnvPool, compiled.
 
-Schulman et al. (2017), "Proximal Policy Optimization Algorithms", https://arxiv.org/abs/1707.06347, whose equations are
-meant below; advantages by Schulman et al. (2016), "High-Dimensional Continuous Control Using Generalized Advantage
+Schulman et al. (2017), "Proximal Policy Optimization Algorithms", https://arxiv.org/abs/1707.06347; equation numbers
+below refer to it. Advantages: Schulman et al. (2016), "High-Dimensional Continuous Control Using Generalized Advantage
 Estimation", https://arxiv.org/abs/1506.02438; network by Mnih et al. (2015), "Human-level control through deep
 reinforcement learning", https://doi.org/10.1038/nature14236.
 
     python ppo_atari_envpool_torchcompile.py --env-id Breakout-v5 --seed 1
 
-Its eager twin is `ppo_atari_envpool.py`; the diff of the two shows all that compiling takes.
+Its eager twin is `ppo_atari_envpool.py`; a diff of the two shows every change that compiling needs.
 Shapes: T = num_steps, N = num_envs, n = environments of a pool, B = T * N, M = rows of a minibatch, F = frames,
 A = number of actions, P = number of parameters.
 
-Departures from CleanRL's script of the same name, whose settings these are: a truncated game bootstraps from the value
+Settings are those of CleanRL's script of the same name. Departures from it: a truncated game bootstraps from the value
 of its last observation, and the rows in which games reset themselves are masked; a return is the score of a whole game,
-be it terminated or truncated; --target-kl looks at the mean over an epoch.
+be it terminated or truncated; --target-kl tests the mean approx_kl of an epoch.
 
-How to read on: settings, networks, formulas, then `train`, the algorithm. Below the rule is nothing but plumbing.
+Reading order: settings, networks, formulas, then `train`, the algorithm. Below the `# ----` line is only plumbing.
 """
 
 import contextlib
@@ -63,25 +63,25 @@ class Args:
     seed: int = 1  # seeds Python, NumPy, PyTorch and the environments
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
-    resume: str | None = None  # folder of a run to go on with, by its own settings, from its checkpoint
-    override: tuple[str, ...] = ()  # with --resume: CHANGEABLE settings that change, as gamma=0.98
+    resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
+    override: tuple[str, ...] = ()  # with --resume: new values for CHANGEABLE settings, such as gamma=0.98
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
     track: bool = False  # send the TensorBoard events to Weights & Biases too
-    wandb_project_name: str = "flatout"  # the project there
-    wandb_entity: str | None = None  # the team there
+    wandb_project_name: str = "flatout"  # the Weights & Biases project
+    wandb_entity: str | None = None  # the Weights & Biases team
 
     # environment
     env_id: str = "Breakout-v5"  # any Atari game of EnvPool
-    env_kwargs: str = "{}"  # arguments for its constructor, as JSON: '{"key": value}'
-    total_timesteps: int = 10_000_000  # environment steps in the whole run, resets included, in whole rollouts
+    env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
+    total_timesteps: int = 10_000_000  # environment steps in the whole run, with resets, rounded down to whole rollouts
     num_envs: int = 8  # environments side by side
-    async_envs: bool = True  # one half of an even number of games plays on while the policy acts for the other half
-    episodic_life: bool = True  # to learn, a lost life ends an episode; scores are of whole games
-    reward_clip: bool = True  # to learn, rewards are cut down to their sign; scores are not
-    frame_skip: int = 4  # frames that an action lasts
-    repeat_action_probability: float = 0.0  # of a sticky action: the one before is taken instead
-    full_action_space: bool = False  # all 18 actions, not just those of use in the game
+    async_envs: bool = True  # if num_envs is even: half of the games step while the policy acts for the other half
+    episodic_life: bool = True  # for learning, a lost life ends the episode; scores are of whole games
+    reward_clip: bool = True  # for learning, rewards are clipped to their sign; scores are not
+    frame_skip: int = 4  # frames for which each action is repeated
+    repeat_action_probability: float = 0.0  # probability that the previous action is repeated (sticky actions)
+    full_action_space: bool = False  # all 18 actions, not only those that the game uses
 
     # PPO
     num_steps: int = 128  # steps of each environment in a rollout
@@ -97,11 +97,11 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus, c2 in the paper
     vf_coef: float = 0.5  # weight of the value loss, c1 in the paper
     max_grad_norm: float = 0.5  # the gradient is scaled down to this norm
-    target_kl: float | None = None  # no more epochs on a rollout once their mean approx_kl is more
+    target_kl: float | None = None  # stop the epochs on a rollout once an epoch's mean approx_kl exceeds this
     matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"  # auto: true float32; TF32 on CUDA
     bf16: bool = False  # compute hidden layers in bfloat16; weights, last layers and loss stay in float32
 
-    # compile: two switches, to see what each of the two steps gives
+    # compile: two switches, to measure what each of the two steps gains
     compile: bool = True  # fuse the operations of a minibatch's update, from gather to Adam, into a few kernels
     cudagraphs: bool = True  # on CUDA, replay a step of the policy, and an epoch, each as one graph in one launch
 
@@ -110,7 +110,7 @@ METRICS = (
     "losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl",
     "losses/clipfrac", "losses/explained_variance", "charts/learning_rate",
 )  # fmt: skip
-# The least and the greatest value of a setting; of others, integers are 1 or more, floats 0 or more
+# Smallest and largest value of a setting; for settings not listed, integers are at least 1, floats at least 0
 LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "gae_lambda": (0, 1), "repeat_action_probability": (0, 1)}
 CHANGEABLE = "learning_rate", "gamma", "gae_lambda", "update_epochs", "clip_coef", "ent_coef", "vf_coef", "target_kl"
 
@@ -123,7 +123,7 @@ def space_to_depth(frames: Tensor) -> Tensor:
 
 
 def push_frame(stack: Tensor, frame: Tensor, is_first: Tensor) -> Tensor:
-    """The stack (B, 21, 21, 64) of the four frames after a new one (B, 21, 21, 16); a game's first frame fills it."""
+    """Push a new frame (B, 21, 21, 16) onto the stack of four (B, 21, 21, 64); a game's first frame fills the stack."""
     stack, frame = stack.view(torch.int64), frame.view(torch.int64)  # eight bytes at a time
     pushed, filled = torch.cat([stack[..., 2:], frame], 3), torch.cat([frame] * 4, 3)
     return torch.where(is_first.view(-1, 1, 1, 1), filled, pushed).view(torch.uint8)
@@ -132,9 +132,9 @@ def push_frame(stack: Tensor, frame: Tensor, is_first: Tensor) -> Tensor:
 class ActorCritic(nn.Module):
     """Policy and value: four frames (B, 21, 21, 64) of bytes -> log-probabilities of actions (B, A), value (B,).
 
-    The Nature CNN. Its first layer, 8 x 8 pixels with stride 4, is one of 2 x 2 with stride 1 here, on frames whose
-    pixels `space_to_depth` has moved into channels. It computes the same, and orthogonal weights stay orthogonal in
-    this order, but an update takes half the time, since the 64 channels of a pixel lie side by side in memory.
+    The Nature CNN. Its first layer, 8 x 8 pixels with stride 4, becomes a 2 x 2 layer with stride 1, on frames whose
+    pixels `space_to_depth` has moved into channels. The result is the same, and orthogonal weights stay orthogonal in
+    this layout, but an update takes half the time, since the 64 channels of a pixel are contiguous in memory.
     """
 
     def __init__(self, num_actions: int, dtype: torch.dtype = torch.float32):
@@ -152,14 +152,14 @@ class ActorCritic(nn.Module):
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(obs.device.type, self.dtype, enabled=self.dtype != torch.float32):
             x = obs.permute(0, 3, 1, 2).to(self.dtype)  # bytes are exact in bfloat16, too
-            # Pixels from 0 to 1: it takes less to divide the weights
+            # Scales pixels to 0..1: dividing the weights is cheaper
             x = nn.functional.conv2d(x, self.conv1.weight / 255, self.conv1.bias).relu()
             x = self.conv3(self.conv2(x).relu()).relu()
             x = self.hidden(x.permute(0, 2, 3, 1).flatten(1)).relu().float()
         return self.actor(x).log_softmax(1), self.critic(x).squeeze(1)
 
     def acting_copy(self) -> "ActorCritic":
-        """A copy that computes the same by weights which are rounded once, when they are loaded, not at each call."""
+        """A copy with the same outputs, whose weights are rounded once, when they are loaded, not at each call."""
         check_layers(self)
         copy = deepcopy(self)
         for layer in (copy.conv2, copy.conv3, copy.hidden):
@@ -168,9 +168,9 @@ class ActorCritic(nn.Module):
 
 
 def discounted_sum(x: Tensor, decay: Tensor) -> Tensor:
-    """y[t] = x[t] + decay[t] * y[t + 1] along the first dimension, in log2(T) rounds of the whole (T, N).
+    """y[t] = x[t] + decay[t] * y[t + 1] along the first dimension, in log2(T) passes over the whole (T, N).
 
-    A loop over 2048 steps takes 60 ms, this 0.3 ms: after each round, y[t] sums twice as many terms.
+    A loop over 2048 steps takes 60 ms, this takes 0.3 ms: each pass doubles the number of terms summed in y[t].
     """
     span = 1
     while span < len(x):
@@ -183,10 +183,10 @@ def discounted_sum(x: Tensor, decay: Tensor) -> Tensor:
 def gae(
     reward: Tensor, value: Tensor, terminated: Tensor, truncated: Tensor, valid: Tensor, gamma: float, gae_lambda: float
 ) -> Tensor:
-    """Generalized advantage estimation, equations (11) and (12) of PPO: all (T, N), but value (T + 1, N) -> (T, N).
+    """Generalized advantage estimation, equations (11) and (12) of PPO: all (T, N), except value (T + 1, N) -> (T, N).
 
-    value[t + 1] after a truncation is that of the episode's true last observation, so it bootstraps like any other;
-    only a termination has no future. Rows that are not valid (resets) get zero, and no sum goes on across such a row.
+    After a truncation, value[t + 1] is the value of the episode's true last observation and bootstraps like any other;
+    a termination has no future. Invalid rows (resets) get zero, and no sum continues across them.
     """
     delta = (reward + gamma * (1 - terminated) * value[1:] - value[:-1]) * valid
     return discounted_sum(delta, gamma * gae_lambda * (1 - torch.maximum(terminated, truncated)) * valid)
@@ -212,7 +212,7 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean squared error of the value, or of one kept within `clip_coef` of the old one where that is more."""
+    """Half the mean squared error; per row the larger of unclipped and clipped (within `clip_coef` of the old one)."""
     error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
@@ -221,13 +221,13 @@ def clipped_value_loss(
 
 
 def clip(gradients: tuple[Tensor, ...], max_norm: float) -> tuple[Tensor, ...]:
-    """The gradients, scaled down together where the norm of all of them exceeds `max_norm`."""
+    """The gradients, scaled by one common factor so that their global norm is at most `max_norm`."""
     norm = torch.cat([gradient.reshape(-1) for gradient in gradients]).norm()
     return torch._foreach_mul(gradients, (max_norm / (norm + 1e-6)).clamp(max=1))
 
 
 def train(args: Args) -> Path:
-    """Train from the start, or from a checkpoint, to the end; returns the run's folder. Wrong input: SystemExit(2)."""
+    """Train from scratch or from a checkpoint to the end; return the run's folder. Invalid input: SystemExit(2)."""
     run = Run(args)
     args, device = run.args, run.device
     batch_size, num_iterations = rollout_sizes(args, args.num_envs)
@@ -240,19 +240,19 @@ def train(args: Args) -> Path:
     agent = ActorCritic(int(envs.action_space.n), torch.bfloat16 if args.bf16 else torch.float32).to(device)
     actor, optimizer = agent.acting_copy(), Adam(agent, args.learning_rate, eps=1e-5)
 
-    # What a rollout brings stays on the device, by step, pool and game. Step 0 holds the stacks of frames before the
-    # rollout, step t + 1 those that action t is chosen for; of the last step, only the value is of use
+    # The data of a rollout stays on the device, indexed by step, pool and game. Step 0 holds the frame stacks before
+    # the rollout, step t + 1 those that action t is chosen for; of the last step, only the value is used
     shape = (args.num_steps + 2, envs.num_pools, args.num_envs // envs.num_pools)
     obs = torch.zeros(*shape, 21, 21, 8, dtype=torch.int64, device=device)  # eight bytes at a time
     action, (log_prob, value) = torch.zeros_like(obs[..., 0, 0, 0]), torch.zeros(2, *shape, device=device)
     exponential = torch.zeros(*shape, agent.actor.out_features, device=device)
-    numbers = torch.arange(shape[0] * shape[1], device=device).view(*shape[:2], 1)  # of each step and pool, in a tensor
+    numbers = torch.arange(shape[0] * shape[1], device=device).view(*shape[:2], 1)  # by step and pool, in a tensor
 
     @torch.no_grad()
     def act(newest: Tensor, number: Tensor) -> Tensor:
-        """From a pool's newest frames, as `Envs.recv` has them, at a step of `numbers` -> sampled actions (n,).
+        """A pool's newest frames, as `Envs.recv` returns them, and an entry of `numbers` -> sampled actions (n,).
 
-        The smallest of exponential variables with the probabilities as rates is a sample (as in the Gumbel-max trick).
+        The argmin of exponential variables whose rates are the probabilities is a sample (like the Gumbel-max trick).
         """
         before = obs.flatten(0, 1).index_select(0, number - envs.num_pools).squeeze(0)
         stack = push_frame(before, space_to_depth(newest[:, :84]), newest[:, 84, 0] == 1)
@@ -265,7 +265,7 @@ def train(args: Args) -> Path:
 
     @torch.no_grad()
     def estimate(reward: Tensor, terminated: Tensor, truncated: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
-        """From a rollout, all (T, N), what is to be learnt (B,): advantage, return, valid; and explained variance."""
+        """Rollout, all (T, N) -> advantage, return and valid to learn from, all (B,); and explained variance."""
         values = value[1:].flatten(1)
         advantage = gae(reward, values, terminated, truncated, valid, args.gamma, args.gae_lambda)
         returns = advantage + values[:-1]
@@ -295,13 +295,13 @@ def train(args: Args) -> Path:
         """One pass over the batch in minibatches, the rows of `permutation` (B / M, M) -> the mean of their losses."""
         return torch.stack([update_minibatch(index, *estimates) for index in permutation]).mean(0)
 
-    # compile: the names stay, so the loop below does not change. Gradient and Adam are traced into the same graph
+    # compile: the names stay, so the loop below is unchanged. Gradient and Adam are traced into the same graph
     if args.compile:
         act, update_minibatch = compiled(device, act, update_minibatch)
-    # compile: each becomes one CUDA graph: its first two calls only run, its third records, all later ones replay
+    # compile: each becomes one CUDA graph: its first two calls run normally, the third records, later calls replay
     if args.cudagraphs and device.type == "cuda":
         act, estimate, update_epoch = (CudaGraphModule(f, warmup=3) for f in (act, estimate, update_epoch))
-    # compile: compiled code and graphs keep the numbers that they have read; a later change is refused by name
+    # compile: compiled code and graphs keep the numbers that they have read; if one changes, the run ends and names it
     act, estimate, update_epoch = map(refuse_changes, (act, estimate, update_epoch))
 
     run.open(envs, agent=agent, optimizer=optimizer)
@@ -311,7 +311,7 @@ def train(args: Args) -> Path:
     newest = list(torch.from_numpy(envs.reset()).to(device).chunk(envs.num_pools))
 
     def receive(t: int, pool: int) -> Tensor:
-        """Take what step t brought a pool -> the actions that its games are to take next (n,)."""
+        """Receive the results of step t from a pool -> the next actions of its games (n,)."""
         frame, rows[:, t, pool] = envs.recv(pool)
         newest[pool] = torch.from_numpy(frame).to(device)
         return act(newest[pool], numbers[t + 2, pool])
@@ -320,10 +320,10 @@ def train(args: Args) -> Path:
         if args.anneal_lr:
             optimizer.learning_rate.fill_(args.learning_rate * (1 - iteration / num_iterations))
 
-        # Collect. While the policy acts for a pool, the other one plays. Each game takes `num_steps` steps by the same
-        # policy and the same random numbers as if all kept step
+        # Collect. While the policy acts for one pool, the other one steps. Each game takes `num_steps` steps with the
+        # same policy and the same random numbers as if all games ran in lock-step
         actor.load_state_dict(agent.state_dict())
-        torch.set_num_threads(1)  # a second one would take a core from the games
+        torch.set_num_threads(1)  # a second thread would take a core from the games
         exponential.exponential_()
         obs[0] = obs[-2]
         for pool in range(envs.num_pools):
@@ -336,7 +336,7 @@ def train(args: Args) -> Path:
         run.stop_if_asked()
         torch.set_num_threads(num_cores())
         previous, done = done[-1:], (terminated + truncated) > 0
-        valid = ~np.concatenate([previous, done[:-1]])  # after a row in which an episode ended comes its reset
+        valid = ~np.concatenate([previous, done[:-1]])  # the row after an episode's end is its reset
         run.episodes += statistics.update(points, game_over > 0, valid)
         run.step += int(valid.sum())
 
@@ -361,7 +361,7 @@ def train(args: Args) -> Path:
 def load_policy(checkpoint: dict, envs: "Envs"):
     """The deterministic policy of a checkpoint: newest frames (N, 85, 84) -> the most probable action (N,).
 
-    It remembers the frames before them.
+    It keeps the preceding frames itself.
     """
     agent = ActorCritic(int(envs.action_space.n), torch.bfloat16 if checkpoint["args"]["bf16"] else torch.float32)
     agent.eval().load_state_dict(checkpoint["agent"])
@@ -380,7 +380,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
 
 
 class EpisodeStatistics:
-    """Return and length of each episode that ends, from rows (T, N); a reset row has reward 0 and is no step."""
+    """Return and length of each episode that ends, from rows (T, N); a reset row has reward 0 and does not count."""
 
     def __init__(self, num_envs: int):
         self.episode_return, self.episode_length = np.zeros(num_envs), np.zeros(num_envs, dtype=int)
@@ -401,8 +401,8 @@ class Adam(nn.Module):
     """Adam (Kingma & Ba 2015, algorithm 1): PyTorch's fused kernel, without the bookkeeping of torch.optim around it.
 
     For small networks that bookkeeping takes longer than the kernel. torch.compile can trace neither, so compiled code
-    has the formula written out, on all weights as one vector (P,), which becomes a single loop. What changes is kept in
-    tensors, the learning rate too, so that compiled code and CUDA graphs read its present value.
+    uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
+    the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -412,19 +412,19 @@ class Adam(nn.Module):
         zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
         self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate, dtype=torch.float))
         self.register_buffer("first_learning_rate", self.learning_rate.clone())
-        self.register_buffer("steps", torch.zeros_like(zeros[0], dtype=torch.float))  # CUDA's kernel reads both so
+        self.register_buffer("steps", torch.zeros_like(zeros[0], dtype=torch.float))  # CUDA's kernel reads floats
         self.register_buffer("beta_powers", torch.ones(2, device=zeros.device))  # each beta to the power of `steps`
         self.register_buffer("beta_factors", zeros.new_tensor(betas), persistent=False)
         self.register_buffer("exp_avg", zeros.clone())
         self.register_buffer("exp_avg_sq", zeros.clone())
-        # The kernel takes lists: views of the two vectors, which a checkpoint fills in place. On CUDA it refuses those
-        # that do not lie in memory as their weight does
+        # The kernel takes lists of tensors: views of the two vectors, which a checkpoint fills in place. On CUDA, each
+        # view must have the same memory layout as its weight
         parts = zip(self.weights, self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes), strict=True)
         views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
         self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
 
     def load_state_dict(self, state: dict) -> None:
-        """What a checkpoint holds, but for a learning rate that --override has changed: that counts from here on."""
+        """Load a checkpoint's state, but keep a learning rate that --override has changed."""
         new = self.first_learning_rate.clone()
         super().load_state_dict(state)
         if new != self.first_learning_rate:
@@ -435,9 +435,9 @@ class Adam(nn.Module):
     def step(self, gradients: tuple[Tensor, ...]) -> None:
         """Change the weights in place, down their gradients."""
         self.steps.add_(1)
-        self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would compute a power anew every few weights
+        self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would recompute a power every few weights
         beta1, beta2 = self.betas
-        if torch.compiler.is_compiling():  # the formula: what you change here or in the kernel's call, change in both
+        if torch.compiler.is_compiling():  # the formula: change it and the kernel's call below together
             gradient = torch.cat([g.reshape(-1) for g in gradients])
             self.exp_avg.lerp_(gradient, 1 - beta1)
             self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
@@ -446,7 +446,7 @@ class Adam(nn.Module):
             parts = zip(change.split(self.sizes), self.weights, strict=True)
             torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
             return
-        # The kernel goes through memory in order, so a gradient must lie there as its weight does
+        # The kernel reads memory in order, so each gradient must have the same memory layout as its weight
         pairs = zip(gradients, self.weights, strict=True)
         gradients = [g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in pairs]
         torch._fused_adam_(
@@ -460,9 +460,9 @@ def compiled(device: torch.device, *functions):
     """The functions, each compiled into one graph, gradients included; SystemExit(2) where nothing can be compiled.
 
     A graph that breaks at the gradient takes 3.5 times as long. On a CPU, kernels are launched from C++ instead of
-    Python, random numbers come from PyTorch's own kernels, and nothing tests whether the C++ compiler knows AVX, which
-    would take a second of each start, five with an empty cache. A call checks tensors (shape, type, device) only: what
-    else was compiled in is left to `refuse_changes`.
+    Python, random numbers come from PyTorch's own kernels, and the test for AVX support of the C++ compiler is skipped:
+    it takes a second at each start, five with an empty cache. A call checks only tensors (shape, type, device);
+    `refuse_changes` checks everything else that was compiled in.
     """
     if device.type == "cpu":
         try:
@@ -470,17 +470,17 @@ def compiled(device: torch.device, *functions):
         except RuntimeError:
             fail("torch.compile needs a C++ compiler (Debian, Ubuntu: apt install g++); --no-compile does without")
     torch._dynamo.config.trace_autograd_ops = True
-    torch.compiler.reset()  # what an earlier run in this process compiled may be of other settings
+    torch.compiler.reset()  # an earlier run in this process may have compiled with other settings
     names = ("cpp_wrapper", "fallback_random", "cpp.vec_isa_ok") if device.type == "cpu" else ()
     options = dict.fromkeys(names, True)
     if device.type == "cpu":
-        options["unroll_reductions_threshold"] = 1  # unrolled, a sum over the few actions is computed number by number
+        options["unroll_reductions_threshold"] = 1  # unrolled, a sum over the few actions is computed one by one
     options["guard_filter_fn"] = torch.compiler.keep_tensor_guards_unsafe
     return [tensors_only(torch.compile(f, fullgraph=True, options=options.copy())) for f in functions]
 
 
 def is_own(value) -> bool:
-    """Whether a function, module, class or object is of a user's file, not of Python or of an installed package."""
+    """Whether a function, module, class or object is defined in a user's file, not in Python or a package."""
     libraries = os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__))
     if hasattr(value, "__code__"):
         return not value.__code__.co_filename.startswith(libraries)
@@ -491,12 +491,12 @@ def is_own(value) -> bool:
 
 
 def attributes_of(name: str, value) -> dict[str, tuple]:
-    """An object's or a class's attributes, those of its classes too: name -> how to read it, of what, by which key."""
+    """Attributes of an object or class, inherited ones too: name -> (how to read it, from what, by which key)."""
     classes, parts = value.__mro__ if isinstance(value, type) else type(value).__mro__, {}
     for shared in [vars(x) for x in reversed(classes) if is_own(x)]:  # `getattr` makes a new method at each call
         keys = [key for key in shared if key[:2] != "__" or key == "__call__"]
         parts |= {f"{name}.{key}": (type(shared).get, shared, key) for key in keys}
-        # A default of the class, which the object may get a value of its own instead of; a slot
+        # Class defaults, which an object may override with a value of its own, and slots
         keys = [x for x in keys if not hasattr(shared[x], "__get__") or type(shared[x]).__name__ == "member_descriptor"]
         parts |= {f"{name}.{key}": (getattr, value, key) for key in keys if hasattr(value, key)}
     if hasattr(value, "__dict__") and not isinstance(value, type):
@@ -511,12 +511,12 @@ def length(container, _key) -> int:
 
 
 def readings(name: str, value, seen: set, names: set):
-    """(name, how to read it, of what, by which key) of all that a function or object reaches by names.
+    """Yield (name, how to read it, from what, by which key) for all that a function or object reaches by name.
 
-    `seen` gets the ids of what has been looked at, `names` all names in code. Of libraries, which have caches, only
-    numbers in attributes count.
+    `seen` collects the ids of visited objects, `names` all names that occur in code. In libraries, which keep caches,
+    only numeric attributes count.
     """
-    if not isinstance(value, nn.Module):  # what became a graph, was compiled, is a class's method or property
+    if not isinstance(value, nn.Module):  # unwrap CUDA graphs, compiled functions, methods and properties
         value = getattr(value, "module", value)
         while hasattr(value, "__wrapped__"):
             value = value.__wrapped__
@@ -527,7 +527,7 @@ def readings(name: str, value, seen: set, names: set):
         return
     if is_function:
         codes = [value.__code__]
-        for code in codes:  # grows by those of functions within it
+        for code in codes:  # grows by the code of nested functions
             codes += [x for x in code.co_consts if hasattr(x, "co_names")]
             names.update(code.co_names, (x for x in code.co_consts if isinstance(x, str)))  # getattr(x, "name")
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
@@ -536,7 +536,7 @@ def readings(name: str, value, seen: set, names: set):
         parts |= {f"{value.__name__}[{key}]": (getattr, value, key) for key in keys}
         parts |= {key: (dict.get, value.__globals__, key) for key in value.__globals__.keys() & names}
         parts |= {"self": (getattr, value, "__self__")} if hasattr(value, "__self__") and "." not in name else {}
-    elif is_module:  # modules may have one another
+    elif is_module:  # modules may refer to each other
         keys = vars(value).keys() & names if name.count(".") < 3 else ()
         parts = {f"{name}.{key}": (dict.get, vars(value), key) for key in keys}
     elif type(value).__name__ == "partial":
@@ -548,7 +548,7 @@ def readings(name: str, value, seen: set, names: set):
     else:
         parts = attributes_of(name, value)
         layers = [x for x in type(value).__mro__ if issubclass(x, nn.Module) and not is_own(x)]
-        if len(layers) > 1:  # beside nn.Module itself: what a library's layer reads, no code here names
+        if len(layers) > 1:  # a library's layer: it reads attributes that no code here names
             names.update(key for key, x in vars(value).items() if isinstance(x, bool | int | float | str))
     seen.update([] if is_module else [id(value)])  # other code may name other parts of a module
     for key, (read, *source) in parts.items():
@@ -558,10 +558,10 @@ def readings(name: str, value, seen: set, names: set):
 
 
 def refuse_changes(function):
-    """The function; but before each call it is checked that all it reads, numbers and objects, is that of the first.
+    """Wrap a function to check, before each call, that the numbers and objects it reads are those of the first call.
 
-    Compiled code and CUDA graphs keep what they have read at first: a change would be ignored in silence. So it ends
-    the program, with its name and exit code 2, compiled or not. Tensors may change in place. A check takes some
+    Compiled code and CUDA graphs keep the values that they first read and would silently ignore a change. So a change
+    ends the program, with its name and exit code 2, compiled or not. Tensors may change in place. A check takes a few
     microseconds.
     """
     call, found_names, groups, first, ids = tensors_only(function), [], [], [], []
@@ -569,7 +569,7 @@ def refuse_changes(function):
     def checked(*inputs):
         if not groups:
             names = {"training"}
-            found = list(readings("", function, set(), names))  # of attributes, those count that some code names
+            found = list(readings("", function, set(), names))  # only attributes that some code names
             found = [x for x in found if "." not in x[0] or x[0][-1] == "]" or x[0].rpartition(".")[2] in names]
             for how in dict.fromkeys(x[1] for x in found):
                 group = [x for x in found if x[1] is how]
@@ -589,9 +589,9 @@ def refuse_changes(function):
 
 
 def tensors_only(function):
-    """The function, compiled or a graph, with SystemExit(2) for an argument that is no tensor, which it would keep.
+    """Wrap a compiled function or graph: SystemExit(2) for an argument that is no tensor, which it would freeze.
 
-    And for code that can't be compiled.
+    Likewise for code that can't be compiled.
     """
 
     def checked(*inputs):
@@ -626,7 +626,7 @@ def check_equal(names: list[str], first: list, now: list) -> None:
 
 
 def check_layers(module: nn.Module) -> None:
-    """Refuse layers by which a policy would act otherwise than it learns: it acts by weights, in batches of its own."""
+    """Refuse layers that compute differently in acting and learning: acting gets only weights and its own batches."""
     kinds = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
     found = [f"layer `{name}`, {layer}" for name, layer in module.named_modules() if isinstance(layer, kinds)]
     found += [f"buffer `{name}`" for name, _ in module.named_buffers()]
@@ -635,22 +635,22 @@ def check_layers(module: nn.Module) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    """End with one line and exit code 2: the input is wrong."""
+    """Report invalid input in one line and end with exit code 2."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def num_cores() -> int:
-    """How many CPU cores this process may use; all there are, on a system that does not tell."""
+    """Number of CPU cores this process may use; on a system that does not tell, all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def spare_memory() -> None:
-    """Settings of the C library and of the CPU that large updates gain by; where these do not know them, nothing.
+    """Tune the C library and the CPU for large updates; does nothing where these lack the settings.
 
-    Free memory stays with the process: to fetch the pages of arrays of 30 MB from the kernel anew, at each minibatch
-    and by two threads, took up to half an update. Denormal numbers, to which moments of Adam decay, count as zero; this
-    is set before any other thread starts, since threads copy it from the one that starts them.
+    The process keeps freed memory: fetching the pages of 30 MB arrays from the kernel again at each minibatch, with two
+    threads, took up to half of an update. Denormal numbers, to which moments of Adam decay, count as zero; this is set
+    before any other thread starts, since new threads inherit it.
     """
     torch.set_flush_denormal(True)
     with contextlib.suppress(AttributeError, OSError, TypeError):
@@ -691,10 +691,10 @@ class Envs:
         try:
             settings |= without(json.loads(args.env_kwargs), {"seed", *settings} - {"num_threads"})
             self.pools = [envpool.make_gymnasium(args.env_id, seed=part, **settings) for part in parts]
-        except Exception as error:  # whatever a constructor brings up
+        except Exception as error:  # anything a constructor may raise
             fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}")
         for thread in set(os.listdir(tasks)) - threads if tasks.exists() else ():
-            # The policy goes first, as all games wait for it
+            # The policy's thread has priority, since all games wait for it
             os.setpriority(os.PRIO_PROCESS, int(thread), os.getpriority(os.PRIO_PROCESS, 0) + 10)
         self.action_space, frames = self.pools[0].action_space, self.pools[0].observation_space.shape
         if frames != (4, 84, 84):
@@ -707,9 +707,9 @@ class Envs:
         return np.concatenate([self.recv(pool)[0] for pool in range(self.num_pools)])
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Step all games, as one who plays and does not learn: action -> frame, points, game over, truncated (N, ...).
+        """Step all games to play, not to learn: action -> frame, points, game over, truncated (N, ...).
 
-        A game over is not truncated, too; a lost life is not even mentioned.
+        A truncated game does not count as game over; a lost life is not reported.
         """
         for pool, part in enumerate(np.split(action, self.num_pools)):
             self.send(pool, part)
@@ -724,8 +724,8 @@ class Envs:
     def recv(self, pool: int) -> tuple[np.ndarray, np.ndarray]:
         """Wait for a pool: newest frames (n, 85, 84); reward, terminated, truncated, points, game over, rows of (5, n).
 
-        The line below a frame is 1 for the first of a game, else 0: one piece is one copy to the device. Points are
-        rewards before all clipping; a game that is over may have been truncated.
+        The row below a frame is 1 for a game's first frame, else 0; one array takes one copy to the device. Points
+        are rewards before any clipping; game over includes truncation.
         """
         obs, reward, terminated, truncated, info = self.pools[pool].recv()
         frame = np.empty((len(obs), 85, 84), dtype=np.uint8)
@@ -739,7 +739,7 @@ class Envs:
 
 
 def rollout_sizes(args: Args, num_envs: int) -> tuple[int, int]:
-    """Rows of a rollout, and how many rollouts make a run; SystemExit(2) if these do not come out even."""
+    """Rows per rollout, rollouts per run; SystemExit(2) for unequal minibatches or a run shorter than a rollout."""
     batch_size = num_envs * args.num_steps
     if batch_size % args.num_minibatches:
         fail(f"num_envs * num_steps = {batch_size} rows can't be divided into {args.num_minibatches} equal minibatches")
@@ -749,10 +749,10 @@ def rollout_sizes(args: Args, num_envs: int) -> tuple[int, int]:
 
 
 def set_matmul_precision(precision: str, device: torch.device) -> None:
-    """Set how float32 matrices are multiplied; `auto`: by TF32 on CUDA, on a CPU the fastest way that is as exact.
+    """Set the precision of float32 matrix products; `auto`: TF32 on CUDA, on a CPU the fastest mode that is as exact.
 
-    On CPUs of other makers than Intel, oneDNN (`medium`) is up to twice as fast as MKL, and as exact if it does not
-    round to bfloat16. Errors are measured, not times, so that a machine decides the same each time.
+    On CPUs not made by Intel, oneDNN (`medium`) is up to twice as fast as MKL, and as exact if it does not round to
+    bfloat16. The choice depends on measured errors, not times, so that a machine always makes the same one.
     """
     if precision == "auto" and device.type == "cuda":
         precision = "high"
@@ -790,7 +790,7 @@ def validate(args: Args) -> torch.device:
 
 
 def typed_flags() -> list[str]:
-    """What was typed, CleanRL's --cuda as ours; SystemExit(2) at its flags that are not here, with what there is."""
+    """The command line, with CleanRL's --cuda translated; SystemExit(2) for its other flags, with a replacement."""
     words = [{"--cuda": "--device=auto", "--no-cuda": "--device=cpu"}.get(word, word) for word in sys.argv[1:]]
     instead = {"--torch-deterministic": "runs on a CPU always are", "--save-model": "each run leaves checkpoint.pt"}
     instead["--capture-video"] = "./run.sh evaluate RUN_DIR --video FILE.mp4"
@@ -801,18 +801,18 @@ def typed_flags() -> list[str]:
 
 
 def load_checkpoint(args: Args) -> tuple[Args, dict]:
-    """The settings and the checkpoint of the run to resume; without --resume the settings as they are, and nothing."""
+    """Settings and checkpoint of the run to resume; without --resume, the settings as given and an empty dict."""
     if args.resume is None:
         if args.override:
             fail("--override changes settings of a run that goes on; it needs --resume RUN")
         return args, {}
     try:
-        # Mapped, not read: a replay buffer goes from the file straight to its place
+        # Memory-mapped: a replay buffer is copied from the file directly to its place
         checkpoint = torch.load(Path(args.resume, "checkpoint.pt"), map_location="cpu", weights_only=True, mmap=True)
         if checkpoint["script"] != Path(__file__).name:
             raise ValueError(f"this is a run of {checkpoint['script']}")
         saved = Args(**checkpoint["args"])
-    except Exception as error:  # whatever unpickling a broken file brings up
+    except Exception as error:  # anything unpickling a broken file may raise
         fail(f"can't resume {args.resume}: {type(error).__name__}: {error}")
     flags = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv[1:] if word.startswith("--")]
     other_names = {"cuda": "device", "start_e": "epsilon_start", "end_e": "epsilon_end"}  # CleanRL's
@@ -848,7 +848,7 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
 
 
 def lock(file) -> bool:
-    """Keep other processes from taking this file until it is closed; whether none of them has taken it before."""
+    """Lock this file against other processes until it is closed; False if another process holds the lock."""
     try:
         import fcntl
 
@@ -861,7 +861,7 @@ def lock(file) -> bool:
 
 
 def check_storable(name: str, value) -> None:
-    """Refuse what a checkpoint can be written with, but not read: safe loading knows no NumPy and no own classes."""
+    """Refuse values that can be written to a checkpoint but not read: safe loading rejects NumPy and custom classes."""
     parts = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list | tuple) else {}
     for key, part in parts.items():
         check_storable(f"{name}[{key!r}]", part)
@@ -872,11 +872,11 @@ def check_storable(name: str, value) -> None:
 class Run:
     """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
 
-    At the first SIGINT or SIGTERM `stopped_by` is set, and the loop is to end. A second one of the same kind kills.
+    The first SIGINT or SIGTERM sets `stopped_by`, and the loop should end. A second one of the same kind kills.
     """
 
     def __init__(self, args: Args):
-        """Take up the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
+        """Load the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
         self.args, self.checkpoint = load_checkpoint(args)
         self.device = validate(self.args)
         counters = (self.checkpoint.get(name, 0) for name in ("global_step", "iteration", "num_updates", "seconds"))
@@ -889,7 +889,7 @@ class Run:
         torch.manual_seed(self.args.seed)
 
     def env_seeds(self, num_envs: int) -> list[int]:
-        """A seed for each environment: 31 bits, as EnvPool takes them; others for each run, and after a resume."""
+        """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
     def restore(self) -> None:
@@ -908,7 +908,7 @@ class Run:
         self.checkpoint = None  # frees a replay buffer
 
     def open(self, envs, **state) -> None:
-        """Load the parts of `state` from a checkpoint, to which they will be saved; open the run's folder."""
+        """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
         if self.checkpoint:
@@ -984,7 +984,7 @@ class Run:
         signal.signal(signum, signal.SIG_DFL)
 
     def keep_rng(self) -> None:
-        """Note the random state as of now: a rollout that is broken off has drawn numbers which must not count."""
+        """Record the random state for the next checkpoint: numbers drawn in an interrupted rollout must not count."""
         name, keys, *rest = np.random.get_state()
         self.rng = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state()}
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
@@ -1019,7 +1019,7 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        """Write the checkpoint beside the old one, then put it in its place: at any moment the disk has a whole one."""
+        """Write the checkpoint beside the old one, then replace that: a complete one is on disk at all times."""
         modules = [part for part in self.state.values() if isinstance(part, nn.Module)]
         if not all(weight.isfinite().all() for module in modules for weight in module.parameters()):
             sys.exit(f"error: weights are NaN or infinite at step {self.step}; {self.hint()}")
@@ -1046,12 +1046,12 @@ class Run:
         return self.step < self.args.total_timesteps and self.stopped_by is None
 
     def is_due(self) -> bool:
-        """Whether the log is, or a checkpoint, which comes with a line of the log, or whether this is the end."""
+        """Whether to log now: a log line or a checkpoint, which comes with a log line, is due, or the run ends."""
         intervals = (self.args.log_every, self.checkpoint_every)
         return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
 
     def stop_if_asked(self) -> None:
-        """In a rollout: end the run as of its last update after a signal, since a rollout may take minutes."""
+        """After a signal, end the run within a rollout, which may take minutes, with the state of its last update."""
         if self.stopped_by is not None:
             self.close()
 

@@ -7,26 +7,26 @@
 # ///
 """Proximal Policy Optimization (PPO) over slow Python environments, in a pool without lock-step, compiled.
 
-Schulman et al. (2017), "Proximal Policy Optimization Algorithms", https://arxiv.org/abs/1707.06347, whose equations are
-meant below; advantages by Schulman et al. (2016), "High-Dimensional Continuous Control Using Generalized Advantage
+Schulman et al. (2017), "Proximal Policy Optimization Algorithms", https://arxiv.org/abs/1707.06347; equation numbers
+below refer to it. Advantages: Schulman et al. (2016), "High-Dimensional Continuous Control Using Generalized Advantage
 Estimation", https://arxiv.org/abs/1506.02438.
 
     python ppo_env_pool_torchcompile.py --env-id CartPole-v1 --num-workers 8 --ready-batch 2 --seed 1
 
-Its eager twin is `ppo_env_pool.py`; the diff of the two shows all that compiling takes.
+Its eager twin is `ppo_env_pool.py`; a diff of the two shows every change that compiling needs.
 Shapes: T = num_steps, N = num_workers * envs_per_worker, B = T * N, M = rows of a minibatch, K = environments that are
 ready at a time, O = size of an observation, A = number of Discrete actions, or size of an action of a Box, P = number
 of parameters.
 
-This is PPO as in `ppo.py` and `ppo_continuous_action.py`: each environment gives T rows to a rollout, and the policy is
-the same for all of them. Only the order differs in which the rows come in: `--ready-batch` environments that are ready
-get their actions, however long the others take for their step. Noise is drawn for each row beforehand and seeds belong
-to environments, so the rows do not depend on the order, except by rounding in the policy's matrix products. There is no
-normalization of observations or rewards: statistics over all environments would follow the order.
+This is PPO as in `ppo.py` and `ppo_continuous_action.py`: each environment gives T rows to a rollout, all with the same
+policy. Only the order in which rows arrive differs: as soon as `--ready-batch` environments are ready, they get
+their actions, no matter how long the others take to step. Noise is drawn beforehand for each row, and seeds belong to
+environments, so the rows do not depend on the order, except for rounding in the policy's matrix products. Observations
+and rewards are not normalized: statistics over all environments would depend on the order.
 
-A worker process that dies is restarted. Its environments' rows of that moment are masked, as those of resets are.
+A worker process that dies is restarted. The rows of its environments at that moment are masked, like those of resets.
 
-How to read on: settings, networks, formulas, then `train`, the algorithm. Below the rule is nothing but plumbing.
+Reading order: settings, networks, formulas, then `train`, the algorithm. Below the `# ----` line is only plumbing.
 """
 
 import atexit
@@ -82,24 +82,24 @@ class Args:
     seed: int = 1  # seeds Python, NumPy, PyTorch and the environments
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
-    resume: str | None = None  # folder of a run to go on with, by its own settings, from its checkpoint
-    override: tuple[str, ...] = ()  # with --resume: CHANGEABLE settings that change, as gamma=0.98
+    resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
+    override: tuple[str, ...] = ()  # with --resume: new values for CHANGEABLE settings, such as gamma=0.98
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
     track: bool = False  # send the TensorBoard events to Weights & Biases too
-    wandb_project_name: str = "flatout"  # the project there
-    wandb_entity: str | None = None  # the team there
+    wandb_project_name: str = "flatout"  # the Weights & Biases project
+    wandb_entity: str | None = None  # the Weights & Biases team
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) with Discrete or Box actions
-    env_kwargs: str = "{}"  # arguments for its constructor, as JSON: '{"key": value}'
-    total_timesteps: int = 500_000  # environment steps in the whole run, resets included, in whole rollouts
+    env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
+    total_timesteps: int = 500_000  # environment steps in the whole run, with resets, rounded down to whole rollouts
     num_workers: int = 8  # worker processes
     envs_per_worker: int = 1  # environments that each worker steps in turn
-    ready_batch: int = 2  # act as soon as so many environments are ready; 0 waits for all of them, in lock-step
+    ready_batch: int = 2  # act as soon as this many environments are ready; 0 waits for all of them (lock-step)
     start_method: Literal["spawn", "forkserver", "fork"] = "spawn"  # how multiprocessing starts the workers
-    step_timeout: float = 60.0  # seconds that an environment may take for a step or a reset; then its worker is killed
-    max_restarts: int = 20  # dead workers to restart in the run; at one more it ends
+    step_timeout: float = 60.0  # seconds an environment may take for a step or a reset before its worker is killed
+    max_restarts: int = 20  # restarts of dead workers allowed in a run; one more death ends it
 
     # PPO
     num_steps: int = 128  # steps of each environment in a rollout
@@ -115,9 +115,9 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus, c2 in the paper
     vf_coef: float = 0.5  # weight of the value loss, c1 in the paper
     max_grad_norm: float = 0.5  # the gradient is scaled down to this norm
-    target_kl: float | None = None  # no more epochs on a rollout once their mean approx_kl is more
+    target_kl: float | None = None  # stop the epochs on a rollout once an epoch's mean approx_kl exceeds this
 
-    # compile: two switches, to see what each of the two steps gives
+    # compile: two switches, to measure what each of the two steps gains
     compile: bool = True  # fuse the operations of a minibatch's update, from gather to Adam, into a few kernels
     cudagraphs: bool = True  # on CUDA, replay the kernels of an epoch as one graph, in one launch
 
@@ -126,8 +126,8 @@ METRICS = (
     "losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl",
     "losses/clipfrac", "losses/explained_variance", "charts/learning_rate",
 )  # fmt: skip
-STARTING_SECONDS = 120  # that a worker may take to make its environments, or --step-timeout, if that is longer
-# The least and the greatest value of a setting; of others, integers are 1 or more, floats 0 or more
+STARTING_SECONDS = 120  # allowed for a worker to make its environments; --step-timeout, if that is longer
+# Smallest and largest value of a setting; for settings not listed, integers are at least 1, floats at least 0
 LIMITS = {
     "seed": (0, 2**63 - 1), "gamma": (0, 1), "gae_lambda": (0, 1),
     "ready_batch": (0, math.inf), "max_restarts": (0, math.inf), "step_timeout": (1e-3, math.inf),
@@ -157,7 +157,7 @@ def normal_log_prob(action: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
 class ActorCritic(nn.Module):
     """Policy and value: observation (B, O), action -> the action's log-probability (B,), entropy (B,), value (B,).
 
-    A Categorical policy, whose network gives a logit for each action, or a Gaussian one, whose network gives its mean.
+    The policy is categorical (the network outputs a logit per action) or Gaussian (the network outputs the mean).
     """
 
     def __init__(self, obs_dim: int, action_space: gym.Space):
@@ -179,22 +179,22 @@ class ActorCritic(nn.Module):
         return self.log_prob(output, action), entropy, value
 
     def log_prob(self, output: Tensor, action: Tensor) -> Tensor:
-        """Of actions, by the actor's output (B, A) -> (B,)."""
+        """Log-probability of actions, given the actor's output (B, A) -> (B,)."""
         if self.is_discrete:
             return output.log_softmax(1).gather(1, action.long().unsqueeze(1)).squeeze(1)
         return normal_log_prob(action, output, self.log_std)
 
     def noise(self, *shape: int) -> np.ndarray:
-        """(*shape, A), to add to the actor's output: the sum is a sample; of logits and Gumbel noise, its argmax is."""
+        """Noise (*shape, A) for the actor's output: the sum is a sample; of logits plus Gumbel noise, the argmax is."""
         if self.is_discrete:
             return -torch.empty(*shape, self.actor[-1].out_features).exponential_().log().numpy()
         return (torch.randn(*shape, len(self.log_std)) * self.log_std.detach().exp()).numpy()
 
 
 def discounted_sum(x: Tensor, decay: Tensor) -> Tensor:
-    """y[t] = x[t] + decay[t] * y[t + 1] along the first dimension, in log2(T) rounds of the whole (T, N).
+    """y[t] = x[t] + decay[t] * y[t + 1] along the first dimension, in log2(T) passes over the whole (T, N).
 
-    A loop over 2048 steps takes 60 ms, this 0.3 ms: after each round, y[t] sums twice as many terms.
+    A loop over 2048 steps takes 60 ms, this takes 0.3 ms: each pass doubles the number of terms summed in y[t].
     """
     span = 1
     while span < len(x):
@@ -207,10 +207,10 @@ def discounted_sum(x: Tensor, decay: Tensor) -> Tensor:
 def gae(
     reward: Tensor, value: Tensor, terminated: Tensor, truncated: Tensor, valid: Tensor, gamma: float, gae_lambda: float
 ) -> Tensor:
-    """Generalized advantage estimation, equations (11) and (12) of PPO: all (T, N), but value (T + 1, N) -> (T, N).
+    """Generalized advantage estimation, equations (11) and (12) of PPO: all (T, N), except value (T + 1, N) -> (T, N).
 
-    value[t + 1] after a truncation is that of the episode's true last observation, so it bootstraps like any other;
-    only a termination has no future. Rows that are not valid (resets) get zero, and no sum goes on across such a row.
+    After a truncation, value[t + 1] is the value of the episode's true last observation and bootstraps like any other;
+    a termination has no future. Invalid rows (resets) get zero, and no sum continues across them.
     """
     delta = (reward + gamma * (1 - terminated) * value[1:] - value[:-1]) * valid
     return discounted_sum(delta, gamma * gae_lambda * (1 - torch.maximum(terminated, truncated)) * valid)
@@ -236,7 +236,7 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean squared error of the value, or of one kept within `clip_coef` of the old one where that is more."""
+    """Half the mean squared error; per row the larger of unclipped and clipped (within `clip_coef` of the old one)."""
     error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
@@ -245,20 +245,20 @@ def clipped_value_loss(
 
 
 def clip(gradients: tuple[Tensor, ...], max_norm: float) -> tuple[Tensor, ...]:
-    """The gradients, scaled down together where the norm of all of them exceeds `max_norm`."""
+    """The gradients, scaled by one common factor so that their global norm is at most `max_norm`."""
     norm = torch.cat([gradient.reshape(-1) for gradient in gradients]).norm()
     return torch._foreach_mul(gradients, (max_norm / (norm + 1e-6)).clamp(max=1))
 
 
 def train(args: Args) -> Path:
-    """Train from the start, or from a checkpoint, to the end; returns the run's folder. Wrong input: SystemExit(2)."""
+    """Train from scratch or from a checkpoint to the end; return the run's folder. Invalid input: SystemExit(2)."""
     run = Run(args)
     args, device = run.args, run.device
     num_envs = args.num_workers * args.envs_per_worker
     batch_size, num_iterations = rollout_sizes(args, num_envs)
     if args.ready_batch > num_envs:
         fail(f"--ready-batch {args.ready_batch} is more than there are environments, {num_envs}")
-    torch.set_num_threads(1)  # networks of this size lose by a second thread
+    torch.set_num_threads(1)  # a second thread slows networks of this size down
 
     pool = Pool(args, run.env_seeds(num_envs))
     space = pool.action_space
@@ -272,7 +272,7 @@ def train(args: Args) -> Path:
     action_shape, action_type = ((), np.int64) if agent.is_discrete else (low.shape, np.float32)
 
     def sampled(obs: np.ndarray) -> Tensor:
-        """Log-probability (B,) of the action 0, or of zeros, as `policy` and `noise` draw it."""
+        """Log-probability (B,) of action 0, or of zeros, under the distribution that `policy` and `noise` draw from."""
         output = torch.from_numpy(policy(obs))
         if agent.is_discrete:
             return output.log_softmax(1)[:, 0]
@@ -282,8 +282,8 @@ def train(args: Args) -> Path:
 
     @torch.no_grad()
     def estimate(obs: Tensor, action: Tensor, reward: Tensor, terminated: Tensor, truncated: Tensor, valid: Tensor):
-        """From a rollout, all (T, N, ...) but obs (T + 1, N, O), the rows (B, ...) to learn; and explained variance."""
-        actions = torch.cat([action, action[-1:]])  # of the last observation only the value counts
+        """Rollout, all (T, N, ...) except obs (T + 1, N, O) -> rows to learn from (B, ...), and explained variance."""
+        actions = torch.cat([action, action[-1:]])  # only the value of the last observation is used
         log_prob, _, value = agent(obs.flatten(0, 1), actions.flatten(0, 1))
         log_prob, value = log_prob[:-num_envs], value.view(-1, num_envs)
         advantage = gae(reward, value, terminated, truncated, valid, args.gamma, args.gae_lambda)
@@ -314,13 +314,13 @@ def train(args: Args) -> Path:
         """One pass over the batch in minibatches, the rows of `permutation` (B / M, M) -> the mean of their losses."""
         return torch.stack([update_minibatch(index, *batch) for index in permutation]).mean(0)
 
-    # compile: the names stay, so the loop below does not change. Gradient and Adam are traced into the same graph
+    # compile: the names stay, so the loop below is unchanged. Gradient and Adam are traced into the same graph
     if args.compile:
         (update_minibatch,) = compiled(device, update_minibatch)
-    # compile: an epoch becomes one CUDA graph: its first two calls only run, its third records, all later ones replay
+    # compile: an epoch becomes one CUDA graph: its first two calls run normally, the third records, later calls replay
     if args.cudagraphs and device.type == "cuda":
         update_epoch = CudaGraphModule(update_epoch, warmup=3)
-    # compile: compiled code and graphs keep the numbers that they have read; a later change is refused by name
+    # compile: compiled code and graphs keep the numbers that they have read; if one changes, the run ends and names it
     update_epoch = refuse_changes(update_epoch)
 
     run.open(pool, agent=agent, optimizer=optimizer)
@@ -334,7 +334,7 @@ def train(args: Args) -> Path:
         if args.anneal_lr:
             optimizer.learning_rate.fill_(args.learning_rate * (1 - iteration / num_iterations))
 
-        # Collect. Each environment has its own t. The learner gets values and log-probabilities later, all at once, by
+        # Collect. Each environment has its own t. Values and log-probabilities are computed later, in one batch, with
         # the same weights
         if collector is not agent:
             collector.load_state_dict(agent.state_dict())
@@ -353,8 +353,8 @@ def train(args: Args) -> Path:
             count[ready] += 1
             ready = ready[count[ready] < args.num_steps]
         previous, done = done[-1:], terminated | truncated
-        valid = ~np.concatenate([previous, done[:-1]])  # after a row in which an episode ended comes its reset
-        valid &= ~lost  # like a reset, the loss of an environment ends its episode before this row, without a flag
+        valid = ~np.concatenate([previous, done[:-1]])  # the row after an episode's end is its reset
+        valid &= ~lost  # a lost environment, like a reset, ends its episode before this row, without a flag
         ended = statistics.update(reward, done | lost, valid)
         run.episodes += [x for x, was_lost in zip(ended, lost[done | lost], strict=True) if not was_lost]
         run.step += int(valid.sum())
@@ -391,7 +391,7 @@ def load_policy(checkpoint: dict, pool: "Pool"):
 
 
 class EpisodeStatistics:
-    """Return and length of each episode that ends, from rows (T, N); a reset row has reward 0 and is no step."""
+    """Return and length of each episode that ends, from rows (T, N); a reset row has reward 0 and does not count."""
 
     def __init__(self, num_envs: int):
         self.episode_return, self.episode_length = np.zeros(num_envs), np.zeros(num_envs, dtype=int)
@@ -412,8 +412,8 @@ class Adam(nn.Module):
     """Adam (Kingma & Ba 2015, algorithm 1): PyTorch's fused kernel, without the bookkeeping of torch.optim around it.
 
     For small networks that bookkeeping takes longer than the kernel. torch.compile can trace neither, so compiled code
-    has the formula written out, on all weights as one vector (P,), which becomes a single loop. What changes is kept in
-    tensors, the learning rate too, so that compiled code and CUDA graphs read its present value.
+    uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
+    the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -423,19 +423,19 @@ class Adam(nn.Module):
         zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
         self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate, dtype=torch.float))
         self.register_buffer("first_learning_rate", self.learning_rate.clone())
-        self.register_buffer("steps", torch.zeros_like(zeros[0], dtype=torch.float))  # CUDA's kernel reads both so
+        self.register_buffer("steps", torch.zeros_like(zeros[0], dtype=torch.float))  # CUDA's kernel reads floats
         self.register_buffer("beta_powers", torch.ones(2, device=zeros.device))  # each beta to the power of `steps`
         self.register_buffer("beta_factors", zeros.new_tensor(betas), persistent=False)
         self.register_buffer("exp_avg", zeros.clone())
         self.register_buffer("exp_avg_sq", zeros.clone())
-        # The kernel takes lists: views of the two vectors, which a checkpoint fills in place. On CUDA it refuses those
-        # that do not lie in memory as their weight does
+        # The kernel takes lists of tensors: views of the two vectors, which a checkpoint fills in place. On CUDA, each
+        # view must have the same memory layout as its weight
         parts = zip(self.weights, self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes), strict=True)
         views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
         self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
 
     def load_state_dict(self, state: dict) -> None:
-        """What a checkpoint holds, but for a learning rate that --override has changed: that counts from here on."""
+        """Load a checkpoint's state, but keep a learning rate that --override has changed."""
         new = self.first_learning_rate.clone()
         super().load_state_dict(state)
         if new != self.first_learning_rate:
@@ -446,9 +446,9 @@ class Adam(nn.Module):
     def step(self, gradients: tuple[Tensor, ...]) -> None:
         """Change the weights in place, down their gradients."""
         self.steps.add_(1)
-        self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would compute a power anew every few weights
+        self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would recompute a power every few weights
         beta1, beta2 = self.betas
-        if torch.compiler.is_compiling():  # the formula: what you change here or in the kernel's call, change in both
+        if torch.compiler.is_compiling():  # the formula: change it and the kernel's call below together
             gradient = torch.cat([g.reshape(-1) for g in gradients])
             self.exp_avg.lerp_(gradient, 1 - beta1)
             self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
@@ -457,7 +457,7 @@ class Adam(nn.Module):
             parts = zip(change.split(self.sizes), self.weights, strict=True)
             torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
             return
-        # The kernel goes through memory in order, so a gradient must lie there as its weight does
+        # The kernel reads memory in order, so each gradient must have the same memory layout as its weight
         pairs = zip(gradients, self.weights, strict=True)
         gradients = [g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in pairs]
         torch._fused_adam_(
@@ -471,9 +471,9 @@ def compiled(device: torch.device, *functions):
     """The functions, each compiled into one graph, gradients included; SystemExit(2) where nothing can be compiled.
 
     A graph that breaks at the gradient takes 3.5 times as long. On a CPU, kernels are launched from C++ instead of
-    Python, random numbers come from PyTorch's own kernels, and nothing tests whether the C++ compiler knows AVX, which
-    would take a second of each start, five with an empty cache. A call checks tensors (shape, type, device) only: what
-    else was compiled in is left to `refuse_changes`.
+    Python, random numbers come from PyTorch's own kernels, and the test for AVX support of the C++ compiler is skipped:
+    it takes a second at each start, five with an empty cache. A call checks only tensors (shape, type, device);
+    `refuse_changes` checks everything else that was compiled in.
     """
     if device.type == "cpu":
         try:
@@ -481,17 +481,17 @@ def compiled(device: torch.device, *functions):
         except RuntimeError:
             fail("torch.compile needs a C++ compiler (Debian, Ubuntu: apt install g++); --no-compile does without")
     torch._dynamo.config.trace_autograd_ops = True
-    torch.compiler.reset()  # what an earlier run in this process compiled may be of other settings
+    torch.compiler.reset()  # an earlier run in this process may have compiled with other settings
     names = ("cpp_wrapper", "fallback_random", "cpp.vec_isa_ok") if device.type == "cpu" else ()
     options = dict.fromkeys(names, True)
     if device.type == "cpu":
-        options["unroll_reductions_threshold"] = 1  # unrolled, a sum over the few actions is computed number by number
+        options["unroll_reductions_threshold"] = 1  # unrolled, a sum over the few actions is computed one by one
     options["guard_filter_fn"] = torch.compiler.keep_tensor_guards_unsafe
     return [tensors_only(torch.compile(f, fullgraph=True, options=options.copy())) for f in functions]
 
 
 def is_own(value) -> bool:
-    """Whether a function, module, class or object is of a user's file, not of Python or of an installed package."""
+    """Whether a function, module, class or object is defined in a user's file, not in Python or a package."""
     libraries = os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__))
     if hasattr(value, "__code__"):
         return not value.__code__.co_filename.startswith(libraries)
@@ -502,12 +502,12 @@ def is_own(value) -> bool:
 
 
 def attributes_of(name: str, value) -> dict[str, tuple]:
-    """An object's or a class's attributes, those of its classes too: name -> how to read it, of what, by which key."""
+    """Attributes of an object or class, inherited ones too: name -> (how to read it, from what, by which key)."""
     classes, parts = value.__mro__ if isinstance(value, type) else type(value).__mro__, {}
     for shared in [vars(x) for x in reversed(classes) if is_own(x)]:  # `getattr` makes a new method at each call
         keys = [key for key in shared if key[:2] != "__" or key == "__call__"]
         parts |= {f"{name}.{key}": (type(shared).get, shared, key) for key in keys}
-        # A default of the class, which the object may get a value of its own instead of; a slot
+        # Class defaults, which an object may override with a value of its own, and slots
         keys = [x for x in keys if not hasattr(shared[x], "__get__") or type(shared[x]).__name__ == "member_descriptor"]
         parts |= {f"{name}.{key}": (getattr, value, key) for key in keys if hasattr(value, key)}
     if hasattr(value, "__dict__") and not isinstance(value, type):
@@ -522,12 +522,12 @@ def length(container, _key) -> int:
 
 
 def readings(name: str, value, seen: set, names: set):
-    """(name, how to read it, of what, by which key) of all that a function or object reaches by names.
+    """Yield (name, how to read it, from what, by which key) for all that a function or object reaches by name.
 
-    `seen` gets the ids of what has been looked at, `names` all names in code. Of libraries, which have caches, only
-    numbers in attributes count.
+    `seen` collects the ids of visited objects, `names` all names that occur in code. In libraries, which keep caches,
+    only numeric attributes count.
     """
-    if not isinstance(value, nn.Module):  # what became a graph, was compiled, is a class's method or property
+    if not isinstance(value, nn.Module):  # unwrap CUDA graphs, compiled functions, methods and properties
         value = getattr(value, "module", value)
         while hasattr(value, "__wrapped__"):
             value = value.__wrapped__
@@ -538,7 +538,7 @@ def readings(name: str, value, seen: set, names: set):
         return
     if is_function:
         codes = [value.__code__]
-        for code in codes:  # grows by those of functions within it
+        for code in codes:  # grows by the code of nested functions
             codes += [x for x in code.co_consts if hasattr(x, "co_names")]
             names.update(code.co_names, (x for x in code.co_consts if isinstance(x, str)))  # getattr(x, "name")
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
@@ -547,7 +547,7 @@ def readings(name: str, value, seen: set, names: set):
         parts |= {f"{value.__name__}[{key}]": (getattr, value, key) for key in keys}
         parts |= {key: (dict.get, value.__globals__, key) for key in value.__globals__.keys() & names}
         parts |= {"self": (getattr, value, "__self__")} if hasattr(value, "__self__") and "." not in name else {}
-    elif is_module:  # modules may have one another
+    elif is_module:  # modules may refer to each other
         keys = vars(value).keys() & names if name.count(".") < 3 else ()
         parts = {f"{name}.{key}": (dict.get, vars(value), key) for key in keys}
     elif type(value).__name__ == "partial":
@@ -559,7 +559,7 @@ def readings(name: str, value, seen: set, names: set):
     else:
         parts = attributes_of(name, value)
         layers = [x for x in type(value).__mro__ if issubclass(x, nn.Module) and not is_own(x)]
-        if len(layers) > 1:  # beside nn.Module itself: what a library's layer reads, no code here names
+        if len(layers) > 1:  # a library's layer: it reads attributes that no code here names
             names.update(key for key, x in vars(value).items() if isinstance(x, bool | int | float | str))
     seen.update([] if is_module else [id(value)])  # other code may name other parts of a module
     for key, (read, *source) in parts.items():
@@ -569,10 +569,10 @@ def readings(name: str, value, seen: set, names: set):
 
 
 def refuse_changes(function):
-    """The function; but before each call it is checked that all it reads, numbers and objects, is that of the first.
+    """Wrap a function to check, before each call, that the numbers and objects it reads are those of the first call.
 
-    Compiled code and CUDA graphs keep what they have read at first: a change would be ignored in silence. So it ends
-    the program, with its name and exit code 2, compiled or not. Tensors may change in place. A check takes some
+    Compiled code and CUDA graphs keep the values that they first read and would silently ignore a change. So a change
+    ends the program, with its name and exit code 2, compiled or not. Tensors may change in place. A check takes a few
     microseconds.
     """
     call, found_names, groups, first, ids = tensors_only(function), [], [], [], []
@@ -580,7 +580,7 @@ def refuse_changes(function):
     def checked(*inputs):
         if not groups:
             names = {"training"}
-            found = list(readings("", function, set(), names))  # of attributes, those count that some code names
+            found = list(readings("", function, set(), names))  # only attributes that some code names
             found = [x for x in found if "." not in x[0] or x[0][-1] == "]" or x[0].rpartition(".")[2] in names]
             for how in dict.fromkeys(x[1] for x in found):
                 group = [x for x in found if x[1] is how]
@@ -600,9 +600,9 @@ def refuse_changes(function):
 
 
 def tensors_only(function):
-    """The function, compiled or a graph, with SystemExit(2) for an argument that is no tensor, which it would keep.
+    """Wrap a compiled function or graph: SystemExit(2) for an argument that is no tensor, which it would freeze.
 
-    And for code that can't be compiled.
+    Likewise for code that can't be compiled.
     """
 
     def checked(*inputs):
@@ -637,10 +637,10 @@ def check_equal(names: list[str], first: list, now: list) -> None:
 
 
 def numpy_mlp(net: nn.Sequential):
-    """The function of a network on NumPy arrays (B, inputs) -> (B, outputs): 5 us for one row, where PyTorch takes 35.
+    """A network as a function of NumPy arrays (B, inputs) -> (B, outputs): 5 us for one row, where PyTorch takes 35.
 
-    It reads the memory of the parameters, which must be on the CPU, and follows when these change in place. Layers that
-    it does not know are left to PyTorch.
+    It shares the memory of the parameters, which must be on the CPU, so it follows in-place changes. Networks with
+    layers that it does not know are left to PyTorch.
     """
     known = {nn.Tanh: np.tanh, nn.ReLU: partial(np.maximum, np.float32(0))}
     layers = list(net) if isinstance(net, nn.Sequential) else [net]
@@ -663,10 +663,10 @@ def numpy_mlp(net: nn.Sequential):
 
 @torch.no_grad()
 def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
-    """Refuse a policy that acts, of arrays (B, O) -> (B, A), if the one that learns, of tensors, computes others.
+    """Fail unless the acting policy, on arrays, and the learning one, on tensors, agree: both (B, O) -> (B, A).
 
-    At other weights and buffers of the module, too: at the first ones outputs are so small that much passes for equal,
-    and statistics do nothing. For small observations and for large ones, which `forward` may clip.
+    The test changes the module's weights and buffers: with the initial ones, outputs are so small that much passes for
+    equal, and statistics have no effect. It uses small observations and large ones, which `forward` may clip.
     """
     rng, generator = np.random.default_rng(1), torch.Generator().manual_seed(1)
     obs = (rng.normal(size=(64, obs_dim)) * np.logspace(-1, 2, 64)[:, None]).astype(np.float32)
@@ -675,10 +675,10 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     for x in [x for x in state if x.is_floating_point()]:  # weights of either sign; buffers may be variances
         draw, inputs = (torch.randn if isinstance(x, nn.Parameter) else torch.rand), math.prod(x.shape[1:])
         x.add_((draw(x.shape, generator=generator) / max(1, inputs) ** 0.5).to(x.device, x.dtype))
-    try:  # a row by itself, since layers may look at the whole batch
+    try:  # one row on its own, since layers may look at the whole batch
         acted = np.concatenate([acting(obs[:1]), acting(obs[1:])])
         learnt = np.broadcast_to(learning(torch.from_numpy(obs)).numpy().copy(), acted.shape)
-    except (ValueError, IndexError) as error:  # as BatchNorm's, of a single row
+    except (ValueError, IndexError) as error:  # such as BatchNorm's for a single row
         fail(f"the policy can't act: {error}")
     finally:
         torch._foreach_copy_(state, first)
@@ -689,18 +689,18 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    """End with one line and exit code 2: the input is wrong."""
+    """Report invalid input in one line and end with exit code 2."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def num_cores() -> int:
-    """How many CPU cores this process may use; all there are, on a system that does not tell."""
+    """Number of CPU cores this process may use; on a system that does not tell, all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
-    """The library that makes the environments; SystemExit(2) if none knows the id, with the ids that come near."""
+    """The library that makes the environments; SystemExit(2) with similar ids if none knows the id."""
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
     libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"], []
     for library in libraries if in_process else reversed(libraries):
@@ -719,7 +719,7 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     if multiprocessing.parent_process() is not None:
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.SIG_IGN)
-    # No warnings that nobody can act upon: of old ids, which published results are of, and of old attributes in models
+    # No warnings that nobody can act on: about old ids, which published results use, and old attributes in models
     warnings.filterwarnings("ignore", ".*out of date")
     if "mujoco" in str(env):
         importlib.import_module("mujoco").set_mju_user_warning(lambda _message: None)
@@ -732,10 +732,10 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
 
 @contextlib.contextmanager
 def light_start():
-    """Worker processes started herein ignore signals, have one thread, and do not import this file.
+    """Worker processes started in this context ignore signals, have one thread, and do not import this file.
 
-    Else multiprocessing imports the main module in each, and PyTorch with it: 1.6 s and 230 MB instead of 0.2 s and
-    40 MB. So, meanwhile, an empty module takes its place.
+    Otherwise multiprocessing imports the main module in each, and with it PyTorch: 1.6 s and 230 MB instead of 0.2 s
+    and 40 MB. So an empty module takes its place meanwhile.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
@@ -749,7 +749,7 @@ def light_start():
 
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
-    """Raise a ValueError at a NaN or infinity; in terminal observations, whose value does not count, it is set to 0."""
+    """Raise a ValueError at NaN or infinity; in terminal observations, whose value is not used, set them to 0."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
         obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
@@ -766,19 +766,19 @@ def row_type(observation_space: gym.Space, action_space: gym.Space) -> np.dtype:
 
 
 def end_with_parent() -> None:
-    """In a thread of a worker: end it soon after its parent, even if a step of an environment never returns."""
+    """In a thread of a worker: end the worker soon after its parent, even if an environment's step never returns."""
     multiprocessing.parent_process().join()
-    time.sleep(2)  # in which the worker, unless it is held up, sees the end of its pipe and closes its environments
+    time.sleep(2)  # time for the worker, unless it hangs, to see its pipe close and close its environments
     os._exit(1)
 
 
 def serve(env_fns: list, connection: Connection, first: int, seeds: list[int]) -> None:
-    """Make environments and step all of them, in turn, at each byte from the pool, until the pipe ends.
+    """Make environments, and step all of them in turn at each byte from the pool, until the pipe closes.
 
-    They are those from `first` on in the shared memory. The pool is told `s`, with their spaces, to which it answers
-    with that memory; then `d` whenever a row of each is done, and before it `i`, with numbers, for episodes that ended.
+    Their rows in the shared memory start at `first`. The worker sends `s` with their spaces, and the pool answers with
+    the memory; then `d` whenever all rows are done, preceded by `i`, with numbers from `info`, for each ended episode.
     """
-    pipe = connection.fileno()  # a byte there by plain writes and reads takes 3 us, by the Connection's own 11
+    pipe = connection.fileno()  # plain writes and reads of a byte take 3 us, those of the Connection 11
     envs = [env_fn() for env_fn in env_fns]
     os.write(pipe, b"s")
     connection.send([(env.observation_space, env.action_space) for env in envs])
@@ -794,7 +794,7 @@ def serve(env_fns: list, connection: Connection, first: int, seeds: list[int]) -
                 row = env.reset()[0], 0, False, False, {}
             else:
                 row = env.step(action[i].copy())  # a copy, as the environment may keep it
-            if np.shape(row[0]) != obs.shape[1:]:  # one number would fill all places
+            if np.shape(row[0]) != obs.shape[1:]:  # a single number would be broadcast
                 raise ValueError(f"an observation of shape {np.shape(row[0])}, by a space of shape {obs.shape[1:]}")
             obs[i], reward[i], terminated[i], truncated[i], info = row
             if terminated[i] or truncated[i]:
@@ -807,9 +807,9 @@ def serve(env_fns: list, connection: Connection, first: int, seeds: list[int]) -
 
 
 def work(env_fns: list, connection: Connection, other_end: Connection, *job) -> None:
-    """A worker process: serves the pool, and tells it `x`, the exception in short and its traceback, if that fails."""
-    other_end.close()  # a forked process has it too, and would never see the end of its pipe
-    gc.freeze()  # a forked process has its parent's garbage too; to collect it, such as EnvPool's threads, may be fatal
+    """A worker process: serves the pool; on failure, sends it `x`, a summary of the exception, and its traceback."""
+    other_end.close()  # a forked process inherits it and would never see its pipe close
+    gc.freeze()  # a forked process inherits garbage, such as EnvPool's threads, that may be fatal to collect
     threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         serve(env_fns, connection, *job)
@@ -840,20 +840,20 @@ class Worker:
     index: int
     process: multiprocessing.process.BaseProcess
     connection: Connection
-    deadline: float  # of what it is at, on the clock of time.monotonic()
+    deadline: float  # of its current task, on the clock of time.monotonic()
     is_busy: bool = True  # it starts or steps; else it waits for the pool
 
 
 class Pool:
     """N environments in worker processes that step at their own pace: flat observations (N, O).
 
-    `send` gives actions to some of them, `recv` returns those that are ready first. Rows lie in memory that both sides
-    share; a byte through a pipe says that they are there, and whoever waits for it sleeps. Autoreset is one step late:
-    the observation at an episode's end is its true last one, and the next step ignores its action, resets that
-    environment and returns reward 0. The memory has no name, so that nothing is left of it however the program ends.
+    `send` gives actions to some of them, `recv` returns those that are ready first. Rows are in shared memory; a byte
+    through a pipe signals that they are ready, and the receiver sleeps until it arrives. Autoreset is one step late:
+    the observation at an episode's end is its true last one; the next step ignores its action, resets that
+    environment and returns reward 0. The memory has no name, so nothing is left of it however the program ends.
 
-    A worker is dead when its pipe ends; it is killed if a step takes too long. Another one takes its place, with new
-    seeds, whose environments come back as from a reset, marked as lost: what became of their last action is not known.
+    A worker counts as dead when its pipe closes; it is killed if a step takes too long. Its replacement gets new seeds;
+    the environments return as from a reset, marked as lost, since the outcome of their last action is unknown.
     """
 
     def __init__(self, args: Args, seeds: list[int]):
@@ -865,7 +865,7 @@ class Pool:
         if args.start_method == "forkserver":
             self.context.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
         try:
-            # A record instead of the id, since what this file registers is unknown in a worker process
+            # The spec instead of the id, since a worker process does not know what this file registers
             env_fn = partial(make_env, gym.registry.get(args.env_id, args.env_id), dict(json.loads(args.env_kwargs)))
             self.work = SentByValue(partial(work, [env_fn] * args.envs_per_worker))
         except Exception as error:  # whatever the parts of an environment bring up
@@ -882,7 +882,7 @@ class Pool:
         return slice(index * self.args.envs_per_worker, (index + 1) * self.args.envs_per_worker)
 
     def start(self, index: int) -> Worker:
-        """Start a worker; after the death of one, with seeds that none has had."""
+        """Start a worker; one that replaces a dead one gets new seeds."""
         first, own = self.envs_of(index).start, self.seeds[self.envs_of(index)]
         seeds = [int(np.random.SeedSequence([x, self.restarts]).generate_state(1)[0]) if self.is_up else x for x in own]
         ours, theirs = self.context.Pipe()
@@ -914,12 +914,12 @@ class Pool:
             if other != self.spaces:
                 first, second = (" ".join(f"{pair[0]}, {pair[1]}".split()) for pair in (self.spaces, other))
                 fail(f"environments differ in their spaces: {first} and, in worker {worker.index}, {second}")
-        with contextlib.suppress(OSError):  # should it have died meanwhile, the end of its pipe is heard next
+        with contextlib.suppress(OSError):  # if it has died meanwhile, its closed pipe is noticed next
             reduction.send_handle(worker.connection, self.memory.fileno(), worker.process.pid)
         worker.deadline = time.monotonic() + self.args.step_timeout * self.args.envs_per_worker
 
     def listen(self) -> None:
-        """Wait until workers say something, half a second at most, and look now and then for those that never will."""
+        """Wait for messages from workers, half a second at most, and check now and then for hung or dead ones."""
         for pipe, _ in self.poller.poll(500):
             self.hear(self.worker_at[pipe])
         now = time.monotonic()
@@ -931,12 +931,12 @@ class Pool:
                 worker.process.kill()
                 self.bury(worker, f"no answer in time, --step-timeout {self.args.step_timeout:g}")
             elif not worker.process.is_alive() and not worker.connection.poll():
-                self.bury(worker)  # and a process of its own holds the pipe open
+                self.bury(worker)  # it is dead, but a child process of its own keeps the pipe open
 
     def hear(self, worker: Worker) -> None:
         """Take a message of a worker, or the end of its pipe."""
         if not worker.is_busy:
-            # It died while it had nothing to do: the next `send` will find that out
+            # It died while idle: the next `send` notices that
             self.poller.unregister(worker.connection)
             return
         try:
@@ -957,7 +957,7 @@ class Pool:
             self.bury(worker, *(message if kind == b"x" else ()))
 
     def bury(self, worker: Worker, summary: str | None = None, details: str = "") -> None:
-        """Start another worker in place of a dead one; the end, if that happened too often, or to one of the first."""
+        """Replace a dead worker; end the run if too many have died, or if one dies during the first start."""
         self.num_busy -= worker.is_busy
         del self.worker_at[worker.connection.fileno()]
         with contextlib.suppress(KeyError):
@@ -997,13 +997,13 @@ class Pool:
             self.num_busy += 1
             try:
                 os.write(worker.connection.fileno(), b"s")
-            except OSError:  # the pipe has no other end
+            except OSError:  # the worker's end is closed
                 self.bury(worker)
 
     def recv(self, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Wait for `count` environments, or for all that are at work -> the rows of all that are ready by then:
+        """Wait for `count` environments, or for all that are busy -> the rows of all that are ready by then:
 
-        observation (K, O), reward (K,), terminated (K,), truncated (K,), lost (K,) and whose, ascending indices (K,).
+        observation (K, O), reward (K,), terminated (K,), truncated (K,), lost (K,), and their indices, ascending (K,).
         """
         per_worker = self.args.envs_per_worker
         while len(self.ready) * per_worker < count and self.num_busy:
@@ -1046,7 +1046,7 @@ def numbers_in(info: dict) -> dict[str, float]:
 
 
 def rollout_sizes(args: Args, num_envs: int) -> tuple[int, int]:
-    """Rows of a rollout, and how many rollouts make a run; SystemExit(2) if these do not come out even."""
+    """Rows per rollout, rollouts per run; SystemExit(2) for unequal minibatches or a run shorter than a rollout."""
     batch_size = num_envs * args.num_steps
     if batch_size % args.num_minibatches:
         fail(f"num_envs * num_steps = {batch_size} rows can't be divided into {args.num_minibatches} equal minibatches")
@@ -1079,7 +1079,7 @@ def validate(args: Args) -> torch.device:
 
 
 def typed_flags() -> list[str]:
-    """What was typed, CleanRL's --cuda as ours; SystemExit(2) at its flags that are not here, with what there is."""
+    """The command line, with CleanRL's --cuda translated; SystemExit(2) for its other flags, with a replacement."""
     words = [{"--cuda": "--device=auto", "--no-cuda": "--device=cpu"}.get(word, word) for word in sys.argv[1:]]
     instead = {"--torch-deterministic": "runs on a CPU always are", "--save-model": "each run leaves checkpoint.pt"}
     instead["--capture-video"] = "./run.sh evaluate RUN_DIR --video FILE.mp4"
@@ -1090,18 +1090,18 @@ def typed_flags() -> list[str]:
 
 
 def load_checkpoint(args: Args) -> tuple[Args, dict]:
-    """The settings and the checkpoint of the run to resume; without --resume the settings as they are, and nothing."""
+    """Settings and checkpoint of the run to resume; without --resume, the settings as given and an empty dict."""
     if args.resume is None:
         if args.override:
             fail("--override changes settings of a run that goes on; it needs --resume RUN")
         return args, {}
     try:
-        # Mapped, not read: a replay buffer goes from the file straight to its place
+        # Memory-mapped: a replay buffer is copied from the file directly to its place
         checkpoint = torch.load(Path(args.resume, "checkpoint.pt"), map_location="cpu", weights_only=True, mmap=True)
         if checkpoint["script"] != Path(__file__).name:
             raise ValueError(f"this is a run of {checkpoint['script']}")
         saved = Args(**checkpoint["args"])
-    except Exception as error:  # whatever unpickling a broken file brings up
+    except Exception as error:  # anything unpickling a broken file may raise
         fail(f"can't resume {args.resume}: {type(error).__name__}: {error}")
     flags = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv[1:] if word.startswith("--")]
     other_names = {"cuda": "device", "start_e": "epsilon_start", "end_e": "epsilon_end"}  # CleanRL's
@@ -1137,7 +1137,7 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
 
 
 def lock(file) -> bool:
-    """Keep other processes from taking this file until it is closed; whether none of them has taken it before."""
+    """Lock this file against other processes until it is closed; False if another process holds the lock."""
     try:
         import fcntl
 
@@ -1150,7 +1150,7 @@ def lock(file) -> bool:
 
 
 def check_storable(name: str, value) -> None:
-    """Refuse what a checkpoint can be written with, but not read: safe loading knows no NumPy and no own classes."""
+    """Refuse values that can be written to a checkpoint but not read: safe loading rejects NumPy and custom classes."""
     parts = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list | tuple) else {}
     for key, part in parts.items():
         check_storable(f"{name}[{key!r}]", part)
@@ -1161,11 +1161,11 @@ def check_storable(name: str, value) -> None:
 class Run:
     """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
 
-    At the first SIGINT or SIGTERM `stopped_by` is set, and the loop is to end. A second one of the same kind kills.
+    The first SIGINT or SIGTERM sets `stopped_by`, and the loop should end. A second one of the same kind kills.
     """
 
     def __init__(self, args: Args):
-        """Take up the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
+        """Load the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
         self.args, self.checkpoint = load_checkpoint(args)
         self.device = validate(self.args)
         counters = (self.checkpoint.get(name, 0) for name in ("global_step", "iteration", "num_updates", "seconds"))
@@ -1178,7 +1178,7 @@ class Run:
         torch.manual_seed(self.args.seed)
 
     def env_seeds(self, num_envs: int) -> list[int]:
-        """A seed for each environment: 31 bits, as EnvPool takes them; others for each run, and after a resume."""
+        """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
     def restore(self) -> None:
@@ -1197,7 +1197,7 @@ class Run:
         self.checkpoint = None  # frees a replay buffer
 
     def open(self, envs, **state) -> None:
-        """Load the parts of `state` from a checkpoint, to which they will be saved; open the run's folder."""
+        """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
         if self.checkpoint:
@@ -1273,7 +1273,7 @@ class Run:
         signal.signal(signum, signal.SIG_DFL)
 
     def keep_rng(self) -> None:
-        """Note the random state as of now: a rollout that is broken off has drawn numbers which must not count."""
+        """Record the random state for the next checkpoint: numbers drawn in an interrupted rollout must not count."""
         name, keys, *rest = np.random.get_state()
         self.rng = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state()}
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
@@ -1308,7 +1308,7 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        """Write the checkpoint beside the old one, then put it in its place: at any moment the disk has a whole one."""
+        """Write the checkpoint beside the old one, then replace that: a complete one is on disk at all times."""
         modules = [part for part in self.state.values() if isinstance(part, nn.Module)]
         if not all(weight.isfinite().all() for module in modules for weight in module.parameters()):
             sys.exit(f"error: weights are NaN or infinite at step {self.step}; {self.hint()}")
@@ -1335,12 +1335,12 @@ class Run:
         return self.step < self.args.total_timesteps and self.stopped_by is None
 
     def is_due(self) -> bool:
-        """Whether the log is, or a checkpoint, which comes with a line of the log, or whether this is the end."""
+        """Whether to log now: a log line or a checkpoint, which comes with a log line, is due, or the run ends."""
         intervals = (self.args.log_every, self.checkpoint_every)
         return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
 
     def stop_if_asked(self) -> None:
-        """In a rollout: end the run as of its last update after a signal, since a rollout may take minutes."""
+        """After a signal, end the run within a rollout, which may take minutes, with the state of its last update."""
         if self.stopped_by is not None:
             self.close()
 

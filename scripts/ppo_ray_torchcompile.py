@@ -7,27 +7,27 @@
 # ///
 """Proximal Policy Optimization (PPO) on Ray: from one process to a cluster, compiled.
 
-Schulman et al. (2017), "Proximal Policy Optimization Algorithms", https://arxiv.org/abs/1707.06347, whose equations are
-meant below; advantages by Schulman et al. (2016), "High-Dimensional Continuous Control Using Generalized Advantage
+Schulman et al. (2017), "Proximal Policy Optimization Algorithms", https://arxiv.org/abs/1707.06347; equation numbers
+below refer to it. Advantages: Schulman et al. (2016), "High-Dimensional Continuous Control Using Generalized Advantage
 Estimation", https://arxiv.org/abs/1506.02438; the network for frames by Mnih et al. (2015).
 
     python ppo_ray_torchcompile.py --env-id CartPole-v1 --num-runners 2 --envs-per-runner 4
     python ppo_ray_torchcompile.py --env-id HalfCheetah-v4 --envs-per-runner 1 --norm-obs --norm-rewards
-    python ppo_ray_torchcompile.py --ray-address auto --num-runners 64    # on a cluster, after `ray start` on all
+    python ppo_ray_torchcompile.py --ray-address auto --num-runners 64    # on a cluster, after `ray start` on each
 
-Its eager twin is `ppo_ray.py`; the diff of the two shows all that compiling takes.
+Its eager twin is `ppo_ray.py`; a diff of the two shows every change that compiling needs.
 Shapes: T = num_steps, W = num_runners, V = envs_per_runner, L = num_learners (W and L at least 1), N = V * W / L
 environments whose rows a learner gets, B = T * N, K = num_minibatches, M = B / K, E = update_epochs, O = size of an
 observation, A = number of actions, or size of an action of a Box, P = number of parameters.
 
 This is PPO as in `ppo.py` and `ppo_continuous_action.py` along three axes: runners, environments, learners. With
---num-runners 0 all happens in this process, without Ray and the same each time. With --rollout batched each runner
-brings T steps by the newest weights, and all wait: on-policy. With first-ready a batch is the first W fragments that
-come, and runners go on meanwhile: what comes late is learnt from in the next batch, by the probabilities with which it
-acted; what is older than one update is left out. Departures from CleanRL are those of the two scripts; besides, a
-fragment's observations are normalized by the statistics of all fragments before it.
+--num-runners 0, everything runs in this process, reproducibly and without Ray. With --rollout batched each runner takes
+T steps with the newest weights, and all wait for the slowest: on-policy. With first-ready, a batch is the first W
+fragments to arrive, while runners keep going: late ones go into the next batch, with the action probabilities that the
+runner recorded; those older than one update are dropped. Departures from CleanRL are those of the two scripts; also,
+a fragment's observations are normalized by the statistics of all fragments before it.
 
-How to read on: settings, networks, formulas; `Runner`, `make_learner`, and `train`, which joins them. Then plumbing.
+Reading order: settings, networks, formulas; `Runner`, `make_learner`, and `train`, which joins them. Then plumbing.
 """
 
 import atexit
@@ -78,35 +78,35 @@ class Args:
     seed: int = 1  # seeds Python, NumPy, PyTorch and the environments
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
-    resume: str | None = None  # folder of a run to go on with, by its own settings, from its checkpoint
-    override: tuple[str, ...] = ()  # with --resume: CHANGEABLE settings that change, as gamma=0.98
+    resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
+    override: tuple[str, ...] = ()  # with --resume: new values for CHANGEABLE settings, such as gamma=0.98
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
     track: bool = False  # send the TensorBoard events to Weights & Biases too
-    wandb_project_name: str = "flatout"  # the project there
-    wandb_entity: str | None = None  # the team there
+    wandb_project_name: str = "flatout"  # the Weights & Biases project
+    wandb_entity: str | None = None  # the Weights & Biases team
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete or Box actions
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool where it is faster and knows the id
-    async_envs: bool = False  # a runner steps those of Gymnasium in worker processes, which do not wait for each other
-    env_kwargs: str = "{}"  # arguments for its constructor, as JSON: '{"key": value}'
-    total_timesteps: int = 500_000  # environment steps in the whole run, resets included, in whole rollouts
-    clip_rewards: bool = False  # to learn, rewards are cut down to [-1, 1]; returns in the log are not
-    norm_obs: bool = False  # learn from observations with mean 0 and variance 1, by the statistics of all runners
-    norm_rewards: bool = False  # divide rewards by the standard deviation of discounted returns, likewise
+    async_envs: bool = False  # runners step Gymnasium environments in worker processes that do not wait for each other
+    env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
+    total_timesteps: int = 500_000  # environment steps in the whole run, with resets, rounded down to whole rollouts
+    clip_rewards: bool = False  # for learning, rewards are clipped to [-1, 1]; logged returns are not
+    norm_obs: bool = False  # normalize observations to mean 0 and variance 1, with statistics over all runners
+    norm_rewards: bool = False  # divide rewards by the standard deviation of discounted returns over all runners
 
     # Ray
-    num_runners: int = 2  # processes that step environments; 0: this process does, without Ray
+    num_runners: int = 2  # processes that step environments; 0: this process steps them, without Ray
     envs_per_runner: int = 4  # environments of each runner
     rollout: Literal["batched", "first-ready"] = "batched"  # wait for all runners, or learn from what comes first
-    cpus_per_runner: float = 1.0  # CPU cores that Ray sets aside for each runner, also fractions
-    gpus_per_runner: float = 0.0  # GPUs for each runner, also fractions; frames are then acted upon there
-    num_learners: int = 0  # processes that learn from a share of each batch; the first, or 0, is this process
-    cpus_per_learner: float = 1.0  # CPU cores that Ray sets aside for each learner but this one
-    gpus_per_learner: float = 0.0  # GPUs for each learner but this one, for which --device counts
-    ray_address: str | None = None  # a cluster: auto (the one of this machine) or HOST:PORT; by default, a new one
-    runner_restarts: int = 100  # dead runners to replace in the run; at one more it ends
+    cpus_per_runner: float = 1.0  # CPU cores that Ray reserves per runner; may be fractional
+    gpus_per_runner: float = 0.0  # GPUs per runner; may be fractional; policies on frames then run there
+    num_learners: int = 0  # learners, which split each batch; this process is the first; 0 or 1: it is the only one
+    cpus_per_learner: float = 1.0  # CPU cores that Ray reserves per learner, except for this process
+    gpus_per_learner: float = 0.0  # GPUs per learner, except for this process, which uses --device
+    ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
+    runner_restarts: int = 100  # replacements of dead runners allowed in a run; one more death ends it
     fragment_timeout: float = 300.0  # seconds without a fragment from any runner after which the run ends
 
     # PPO
@@ -123,29 +123,29 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus, c2 in the paper
     vf_coef: float = 0.5  # weight of the value loss, c1 in the paper
     max_grad_norm: float = 0.5  # the gradient is scaled down to this norm
-    target_kl: float | None = None  # no more epochs on a rollout once their mean approx_kl is more
+    target_kl: float | None = None  # stop the epochs on a rollout once an epoch's mean approx_kl exceeds this
 
-    # compile: two switches, to see what each of the two steps gives
+    # compile: two switches, to measure what each of the two steps gains
     compile: bool = True  # fuse the operations of a minibatch's update, from gather to Adam, into a few kernels
     cudagraphs: bool = True  # on CUDA, replay the kernels of an epoch as one graph, in one launch
 
-    sync_envs = property(lambda args: not args.async_envs)  # as `Envs` asks for it
+    sync_envs = property(lambda args: not args.async_envs)  # `Envs` reads this name
 
 
 METRICS = (
     "losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl",
     "losses/clipfrac", "losses/explained_variance", "charts/learning_rate",
 )  # fmt: skip
-# The least and the greatest value of a setting; of others, integers are 1 or more, floats 0 or more
+# Smallest and largest value of a setting; for settings not listed, integers are at least 1, floats at least 0
 LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "gae_lambda": (0, 1), "num_learners": (0, math.inf)}
 LIMITS |= {"num_runners": (0, math.inf), "runner_restarts": (0, math.inf)}
 CHANGEABLE = "learning_rate", "gamma", "gae_lambda", "update_epochs", "clip_coef", "ent_coef", "vf_coef", "target_kl"
 
 
 class ActorCritic(nn.Module):
-    """Policy and value: observation (B, O) -> what defines the policy (B, A), value (B,).
+    """Policy and value: observation (B, O) -> parameters of the policy (B, A), value (B,).
 
-    A Categorical policy has a logit for each action, a Gaussian one a mean. Stacks of frames go through a shared CNN.
+    These are logits for a categorical policy, means for a Gaussian one. Stacks of frames go through a shared CNN.
     """
 
     def __init__(self, observation_space: gym.Space, action_space: gym.Space):
@@ -171,13 +171,13 @@ class ActorCritic(nn.Module):
         return self.actor(features), self.critic(features).squeeze(1)
 
     def log_prob(self, output: Tensor, action: Tensor) -> Tensor:
-        """Of actions, by the actor's output (..., A) -> (...)."""
+        """Log-probability of actions, given the actor's output (..., A) -> (...)."""
         if self.is_discrete:
             return output.log_softmax(-1).gather(-1, action.long().unsqueeze(-1)).squeeze(-1)
         return normal_log_prob(action, output, self.log_std)
 
     def entropy(self, output: Tensor) -> Tensor:
-        """Of the policy, by the actor's output (..., A) -> (...)."""
+        """Entropy of the policy, given the actor's output (..., A) -> (...)."""
         if self.is_discrete:
             log_probs = output.log_softmax(-1)
             return -(log_probs.exp() * log_probs).sum(-1)
@@ -189,7 +189,7 @@ class ActorCritic(nn.Module):
         return space.start + action if self.is_discrete else action.clip(space.low.ravel(), space.high.ravel())
 
     def noise(self, rng: np.random.Generator, *shape: int) -> np.ndarray:
-        """(*shape, A), to add to the actor's output: the sum is a sample; of logits and Gumbel noise, its argmax is."""
+        """Noise (*shape, A) for the actor's output: the sum is a sample; of logits plus Gumbel noise, the argmax is."""
         if self.is_discrete:
             return rng.gumbel(size=(*shape, self.outputs)).astype(np.float32)
         return rng.standard_normal((*shape, self.outputs), dtype=np.float32) * self.log_std.detach().exp().cpu().numpy()
@@ -198,10 +198,10 @@ class ActorCritic(nn.Module):
 def gae(
     reward: Tensor, value: Tensor, terminated: Tensor, truncated: Tensor, valid: Tensor, gamma: float, gae_lambda: float
 ) -> Tensor:
-    """Generalized advantage estimation, equations (11) and (12) of PPO: all (T, N), but value (T + 1, N) -> (T, N).
+    """Generalized advantage estimation, equations (11) and (12) of PPO: all (T, N), except value (T + 1, N) -> (T, N).
 
-    value[t + 1] after a truncation is that of the episode's true last observation, so it bootstraps like any other;
-    only a termination has no future. Rows that are not valid (resets) get zero, and no sum goes on across such a row.
+    After a truncation, value[t + 1] is the value of the episode's true last observation and bootstraps like any other;
+    a termination has no future. Invalid rows (resets) get zero, and no sum continues across them.
     """
     delta = (reward + gamma * (1 - terminated) * value[1:] - value[:-1]) * valid
     return discounted_sum(delta, gamma * gae_lambda * (1 - torch.maximum(terminated, truncated)) * valid)
@@ -216,7 +216,7 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean squared error of the value, or of one kept within `clip_coef` of the old one where that is more."""
+    """Half the mean squared error; per row the larger of unclipped and clipped (within `clip_coef` of the old one)."""
     error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
@@ -225,7 +225,7 @@ def clipped_value_loss(
 
 
 class Runner:
-    """V environments, and a copy of the policy that steps each of them T times by the same weights."""
+    """V environments and a copy of the policy, which steps each of them T times with the same weights."""
 
     def __init__(self, args: Args, seeds: list[int]):
         self.args, self.envs = args, open_envs(args, seeds)
@@ -245,7 +245,7 @@ class Runner:
 
     @torch.no_grad()
     def sample(self, version: int, weights: np.ndarray, *known: tuple) -> tuple[dict, tuple[np.ndarray, ...]]:
-        """T steps by weights (P,) and the learner's moments, `known` -> report, with this fragment's; the fragment."""
+        """T steps with weights (P,) and the learner's moments `known` -> report with its own moments; fragment."""
         self.clock.lap("runners_waiting")
         set_weights(self.agent, weights)
         set_moments(self.obs_norm, *known[0])
@@ -255,7 +255,7 @@ class Runner:
         output, noise = np.empty((*shape, self.agent.outputs), dtype=np.float32), self.agent.noise(self.rng, *shape)
         action = np.empty(shape, dtype=np.int64) if is_discrete else np.empty_like(output)
         (reward, spent), (terminated, truncated) = np.empty((2, *shape)), np.empty((2, *shape), dtype=bool)
-        normalize = self.obs_norm if self.obs_norm.count else lambda x: x  # nothing is known of the first rows
+        normalize = self.obs_norm if self.obs_norm.count else lambda x: x  # the first rows have no statistics
         raw_obs[0], obs[0], here = self.obs, normalize(self.obs), self.turns.begin()
         while here is not None:
             output[here] = self.policy(obs[here])
@@ -267,9 +267,9 @@ class Runner:
             obs[after] = normalize(raw_obs[after])
             spent[came] = self.clock.lap("env_step")
         previous, self.obs, self.done = self.done[-1:], raw_obs[-1], terminated | truncated
-        valid = ~np.concatenate([previous, self.done[:-1]])  # after a row in which an episode ended comes its reset
+        valid = ~np.concatenate([previous, self.done[:-1]])  # the row after an episode's end is its reset
         episodes = self.statistics.update(reward, self.done, valid)
-        set_moments(self.obs_norm)  # from here on both count this fragment alone: the learner adds it to its own
+        set_moments(self.obs_norm)  # from here on, both hold only this fragment, which the learner merges into its own
         set_moments(self.reward_scale)
         reward = reward.clip(-1, 1) if self.args.clip_rewards else reward
         if self.args.norm_obs:
@@ -277,7 +277,7 @@ class Runner:
         if self.args.norm_rewards:
             self.reward_scale(reward, valid)
         seen = moments(self.obs_norm), moments(self.reward_scale)
-        merge(self.reward_scale, *known[1])  # rewards are scaled by all that is known, this fragment included
+        merge(self.reward_scale, *known[1])  # scale rewards by all statistics so far, this fragment included
         if self.args.norm_rewards:
             reward = (reward / self.reward_scale.std).clip(-10, 10)
         log_prob = self.agent.log_prob(*(torch.from_numpy(x).to(self.device) for x in (output, action))).cpu()
@@ -290,13 +290,13 @@ class Runner:
 
 
 def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Space, device: torch.device, add_up=None):
-    """A learner -> networks, optimizer, `learn`. Of several, `add_up` sums a vector over all of them."""
+    """A learner -> networks, optimizer, `learn`. `add_up` sums a vector over several learners."""
     agent = ActorCritic(observation_space, action_space).to(device)
     optimizer = Adam(agent, args.learning_rate, eps=1e-5)
 
     @torch.no_grad()
     def estimate(obs: Tensor, action: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
-        """From obs (T + 1, N, O), action (T, N, ...), rows (T, N, 5) -> explained variance, rows (B, ...) to learn."""
+        """obs (T + 1, N, O), action (T, N, ...), rows (T, N, 5) -> explained variance, rows to learn from (B, ...)."""
         reward, terminated, truncated, valid, log_prob = rows.unbind(2)
         value = torch.cat([agent(part)[1] for part in obs.flatten(0, 1).split(4096)]).view(obs.shape[:2])
         advantage = gae(reward, value, terminated, truncated, valid, args.gamma, args.gae_lambda)
@@ -306,7 +306,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         return explained_variance, *(x.flatten(0, 1) for x in rows)
 
     def gradient(index: Tensor, spread: Tensor, *batch: Tensor) -> Tensor:
-        """Of the rows `index` (M,), in one vector: gradient of the loss (P,), first six METRICS, 1; sums over rows."""
+        """One vector of sums over rows `index` (M,): loss gradient (P,), first six METRICS, number of valid rows."""
         obs, action, old_log_prob, old_value, advantage, returns, valid = (x[index] for x in batch)
         output, value = agent(obs)
         log_ratio = agent.log_prob(output, action) - old_log_prob
@@ -323,7 +323,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         return torch.cat([*(x.reshape(-1) for x in gradients), losses, torch.ones_like(losses[:1])]) * valid.sum()
 
     def descend(sums: Tensor) -> Tensor:
-        """One step of Adam by such sums, of all learners -> the means of the first six METRICS."""
+        """One step of Adam with such sums from all learners -> the means of the first six METRICS."""
         means = sums / sums[-1].clamp(min=1)
         num_weights = sum(optimizer.sizes)
         parts = zip(means[:num_weights].split(optimizer.sizes), optimizer.weights, strict=True)
@@ -338,14 +338,14 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         """One pass over the batch in minibatches, the rows of `permutation` (K, M) -> the mean of their losses."""
         return torch.stack([update_minibatch(*x, *batch) for x in zip(permutation, spreads, strict=True)]).mean(0)
 
-    # compile: the names stay. Gradient and Adam are one graph; of several learners two, around the sum over all of them
+    # compile: the names stay. Gradient and Adam are one graph; with several learners two, before and after their sum
     if args.compile and add_up:
         gradient, descend = compiled(device, gradient, descend)
     elif args.compile:
         (update_minibatch,) = compiled(device, update_minibatch)
-    # compile: an epoch becomes one CUDA graph: its first two calls only run, its third records, all later ones replay
+    # compile: an epoch becomes one CUDA graph: its first two calls run normally, the third records, later calls replay
     replayed = partial(CudaGraphModule, warmup=3) if args.cudagraphs and device.type == "cuda" else lambda x: x
-    # compile: compiled code and graphs keep the numbers that they have read; a later change is refused by name
+    # compile: compiled code and graphs keep the numbers that they have read; if one changes, the run ends and names it
     if add_up:
         gradient, descend = refuse_changes(replayed(gradient)), refuse_changes(replayed(descend))
     else:
@@ -366,7 +366,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
 
 
 def train(args: Args) -> Path:
-    """Train from the start, or from a checkpoint, to the end; returns the run's folder. Wrong input: SystemExit(2)."""
+    """Train from scratch or from a checkpoint to the end; return the run's folder. Invalid input: SystemExit(2)."""
     run = Run(args)
     args, device = run.args, run.device
     num_fragments, num_learners = max(1, args.num_runners), max(1, args.num_learners)
@@ -376,7 +376,7 @@ def train(args: Args) -> Path:
     runners = RayRunners(args, run) if args.num_runners else OneRunner(args, run)
     learners = OtherLearners(args, runners)
     agent, optimizer, learn = make_learner(args, *runners.spaces, device, learners.add_up if learners.actors else None)
-    torch.set_num_threads(num_cores() if agent.sees_frames else 1)  # small networks lose by a second thread
+    torch.set_num_threads(num_cores() if agent.sees_frames else 1)  # a second thread slows small networks down
     obs_norm, reward_norm = RunningNorm((gym.spaces.flatdim(runners.spaces[0]),)), RunningNorm(())
     run.open(runners, agent=agent, optimizer=optimizer, obs_norm=obs_norm, reward_norm=reward_norm)
     learners.join(device, agent, optimizer)
@@ -385,7 +385,7 @@ def train(args: Args) -> Path:
         if args.anneal_lr:
             optimizer.learning_rate.fill_(args.learning_rate * (1 - iteration / num_iterations))
 
-        # Collect. One fragment of each runner, or what is ready first
+        # Collect. One fragment from each runner, or those that are ready first
         runners.publish(iteration, get_weights(agent), moments(obs_norm), moments(reward_norm))
         reports, fragments = runners.collect(share, num_learners)
         for report in reports:
@@ -453,7 +453,7 @@ class Frames(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, obs: Tensor) -> Tensor:
-        # Of blocks of 4 x 4 pixels as channels, 8 x 8 pixels with stride 4 are 2 x 2: an update takes half the time
+        # With 4 x 4 pixel blocks as channels, an 8 x 8 kernel of stride 4 becomes 2 x 2: an update takes half the time
         x = space_to_depth(obs.view(len(obs), -1, 84, 84)).permute(0, 3, 1, 2).float()
         x = nn.functional.conv2d(x, self.conv1.weight / 255, self.conv1.bias).relu()  # pixels from 0 to 1
         x = self.conv3(self.conv2(x).relu()).relu()
@@ -467,9 +467,9 @@ def normal_log_prob(action: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
 
 
 def discounted_sum(x: Tensor, decay: Tensor) -> Tensor:
-    """y[t] = x[t] + decay[t] * y[t + 1] along the first dimension, in log2(T) rounds of the whole (T, N).
+    """y[t] = x[t] + decay[t] * y[t + 1] along the first dimension, in log2(T) passes over the whole (T, N).
 
-    A loop over 2048 steps takes 60 ms, this 0.3 ms: after each round, y[t] sums twice as many terms.
+    A loop over 2048 steps takes 60 ms, this takes 0.3 ms: each pass doubles the number of terms summed in y[t].
     """
     span = 1
     while span < len(x):
@@ -491,7 +491,7 @@ def masked_std(x: Tensor, valid: Tensor) -> Tensor:
 
 
 def clip(gradients: tuple[Tensor, ...], max_norm: float) -> tuple[Tensor, ...]:
-    """The gradients, scaled down together where the norm of all of them exceeds `max_norm`."""
+    """The gradients, scaled by one common factor so that their global norm is at most `max_norm`."""
     norm = torch.cat([gradient.reshape(-1) for gradient in gradients]).norm()
     return torch._foreach_mul(gradients, (max_norm / (norm + 1e-6)).clamp(max=1))
 
@@ -525,7 +525,7 @@ class RunningNorm:
 class RewardScale(RunningNorm):
     """Divides rewards (T, N) by the standard deviation of all discounted returns so far; clips to +-10.
 
-    The return goes on from rollout to rollout, and starts anew with each episode, be it terminated or truncated.
+    The return continues from rollout to rollout and restarts with each episode, whether it terminated or was truncated.
     """
 
     def __init__(self, num_envs: int, gamma: float):
@@ -533,7 +533,7 @@ class RewardScale(RunningNorm):
         self.gamma, self.discounted_return = gamma, np.zeros(num_envs)
 
     def __call__(self, reward: np.ndarray, valid: np.ndarray) -> np.ndarray:
-        # R[t] = reward[t] + gamma * R[t - 1] within an episode: a discounted sum, seen from the end
+        # R[t] = reward[t] + gamma * R[t - 1] within an episode: a discounted sum in reversed time
         x = torch.from_numpy(np.vstack([self.discounted_return, reward])).flip(0)
         decay = torch.from_numpy(np.vstack([self.discounted_return, self.gamma * valid])).flip(0)
         discounted_returns = discounted_sum(x, decay).flip(0)[1:].numpy()
@@ -543,7 +543,7 @@ class RewardScale(RunningNorm):
 
 
 class EpisodeStatistics:
-    """Return and length of each episode that ends, from rows (T, N); a reset row has reward 0 and is no step."""
+    """Return and length of each episode that ends, from rows (T, N); a reset row has reward 0 and does not count."""
 
     def __init__(self, num_envs: int):
         self.episode_return, self.episode_length = np.zeros(num_envs), np.zeros(num_envs, dtype=int)
@@ -564,8 +564,8 @@ class Adam(nn.Module):
     """Adam (Kingma & Ba 2015, algorithm 1): PyTorch's fused kernel, without the bookkeeping of torch.optim around it.
 
     For small networks that bookkeeping takes longer than the kernel. torch.compile can trace neither, so compiled code
-    has the formula written out, on all weights as one vector (P,), which becomes a single loop. What changes is kept in
-    tensors, the learning rate too, so that compiled code and CUDA graphs read its present value.
+    uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
+    the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -575,19 +575,19 @@ class Adam(nn.Module):
         zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
         self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate, dtype=torch.float))
         self.register_buffer("first_learning_rate", self.learning_rate.clone())
-        self.register_buffer("steps", torch.zeros_like(zeros[0], dtype=torch.float))  # CUDA's kernel reads both so
+        self.register_buffer("steps", torch.zeros_like(zeros[0], dtype=torch.float))  # CUDA's kernel reads floats
         self.register_buffer("beta_powers", torch.ones(2, device=zeros.device))  # each beta to the power of `steps`
         self.register_buffer("beta_factors", zeros.new_tensor(betas), persistent=False)
         self.register_buffer("exp_avg", zeros.clone())
         self.register_buffer("exp_avg_sq", zeros.clone())
-        # The kernel takes lists: views of the two vectors, which a checkpoint fills in place. On CUDA it refuses those
-        # that do not lie in memory as their weight does
+        # The kernel takes lists of tensors: views of the two vectors, which a checkpoint fills in place. On CUDA, each
+        # view must have the same memory layout as its weight
         parts = zip(self.weights, self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes), strict=True)
         views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
         self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
 
     def load_state_dict(self, state: dict) -> None:
-        """What a checkpoint holds, but for a learning rate that --override has changed: that counts from here on."""
+        """Load a checkpoint's state, but keep a learning rate that --override has changed."""
         new = self.first_learning_rate.clone()
         super().load_state_dict(state)
         if new != self.first_learning_rate:
@@ -598,9 +598,9 @@ class Adam(nn.Module):
     def step(self, gradients: tuple[Tensor, ...]) -> None:
         """Change the weights in place, down their gradients."""
         self.steps.add_(1)
-        self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would compute a power anew every few weights
+        self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would recompute a power every few weights
         beta1, beta2 = self.betas
-        if torch.compiler.is_compiling():  # the formula: what you change here or in the kernel's call, change in both
+        if torch.compiler.is_compiling():  # the formula: change it and the kernel's call below together
             gradient = torch.cat([g.reshape(-1) for g in gradients])
             self.exp_avg.lerp_(gradient, 1 - beta1)
             self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
@@ -609,7 +609,7 @@ class Adam(nn.Module):
             parts = zip(change.split(self.sizes), self.weights, strict=True)
             torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
             return
-        # The kernel goes through memory in order, so a gradient must lie there as its weight does
+        # The kernel reads memory in order, so each gradient must have the same memory layout as its weight
         pairs = zip(gradients, self.weights, strict=True)
         gradients = [g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in pairs]
         torch._fused_adam_(
@@ -623,9 +623,9 @@ def compiled(device: torch.device, *functions):
     """The functions, each compiled into one graph, gradients included; SystemExit(2) where nothing can be compiled.
 
     A graph that breaks at the gradient takes 3.5 times as long. On a CPU, kernels are launched from C++ instead of
-    Python, random numbers come from PyTorch's own kernels, and nothing tests whether the C++ compiler knows AVX, which
-    would take a second of each start, five with an empty cache. A call checks tensors (shape, type, device) only: what
-    else was compiled in is left to `refuse_changes`.
+    Python, random numbers come from PyTorch's own kernels, and the test for AVX support of the C++ compiler is skipped:
+    it takes a second at each start, five with an empty cache. A call checks only tensors (shape, type, device);
+    `refuse_changes` checks everything else that was compiled in.
     """
     if device.type == "cpu":
         try:
@@ -633,17 +633,17 @@ def compiled(device: torch.device, *functions):
         except RuntimeError:
             fail("torch.compile needs a C++ compiler (Debian, Ubuntu: apt install g++); --no-compile does without")
     torch._dynamo.config.trace_autograd_ops = True
-    torch.compiler.reset()  # what an earlier run in this process compiled may be of other settings
+    torch.compiler.reset()  # an earlier run in this process may have compiled with other settings
     names = ("cpp_wrapper", "fallback_random", "cpp.vec_isa_ok") if device.type == "cpu" else ()
     options = dict.fromkeys(names, True)
     if device.type == "cpu":
-        options["unroll_reductions_threshold"] = 1  # unrolled, a sum over the few actions is computed number by number
+        options["unroll_reductions_threshold"] = 1  # unrolled, a sum over the few actions is computed one by one
     options["guard_filter_fn"] = torch.compiler.keep_tensor_guards_unsafe
     return [tensors_only(torch.compile(f, fullgraph=True, options=options.copy())) for f in functions]
 
 
 def is_own(value) -> bool:
-    """Whether a function, module, class or object is of a user's file, not of Python or of an installed package."""
+    """Whether a function, module, class or object is defined in a user's file, not in Python or a package."""
     libraries = os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__))
     if hasattr(value, "__code__"):
         return not value.__code__.co_filename.startswith(libraries)
@@ -654,12 +654,12 @@ def is_own(value) -> bool:
 
 
 def attributes_of(name: str, value) -> dict[str, tuple]:
-    """An object's or a class's attributes, those of its classes too: name -> how to read it, of what, by which key."""
+    """Attributes of an object or class, inherited ones too: name -> (how to read it, from what, by which key)."""
     classes, parts = value.__mro__ if isinstance(value, type) else type(value).__mro__, {}
     for shared in [vars(x) for x in reversed(classes) if is_own(x)]:  # `getattr` makes a new method at each call
         keys = [key for key in shared if key[:2] != "__" or key == "__call__"]
         parts |= {f"{name}.{key}": (type(shared).get, shared, key) for key in keys}
-        # A default of the class, which the object may get a value of its own instead of; a slot
+        # Class defaults, which an object may override with a value of its own, and slots
         keys = [x for x in keys if not hasattr(shared[x], "__get__") or type(shared[x]).__name__ == "member_descriptor"]
         parts |= {f"{name}.{key}": (getattr, value, key) for key in keys if hasattr(value, key)}
     if hasattr(value, "__dict__") and not isinstance(value, type):
@@ -674,12 +674,12 @@ def length(container, _key) -> int:
 
 
 def readings(name: str, value, seen: set, names: set):
-    """(name, how to read it, of what, by which key) of all that a function or object reaches by names.
+    """Yield (name, how to read it, from what, by which key) for all that a function or object reaches by name.
 
-    `seen` gets the ids of what has been looked at, `names` all names in code. Of libraries, which have caches, only
-    numbers in attributes count.
+    `seen` collects the ids of visited objects, `names` all names that occur in code. In libraries, which keep caches,
+    only numeric attributes count.
     """
-    if not isinstance(value, nn.Module):  # what became a graph, was compiled, is a class's method or property
+    if not isinstance(value, nn.Module):  # unwrap CUDA graphs, compiled functions, methods and properties
         value = getattr(value, "module", value)
         while hasattr(value, "__wrapped__"):
             value = value.__wrapped__
@@ -690,7 +690,7 @@ def readings(name: str, value, seen: set, names: set):
         return
     if is_function:
         codes = [value.__code__]
-        for code in codes:  # grows by those of functions within it
+        for code in codes:  # grows by the code of nested functions
             codes += [x for x in code.co_consts if hasattr(x, "co_names")]
             names.update(code.co_names, (x for x in code.co_consts if isinstance(x, str)))  # getattr(x, "name")
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
@@ -699,7 +699,7 @@ def readings(name: str, value, seen: set, names: set):
         parts |= {f"{value.__name__}[{key}]": (getattr, value, key) for key in keys}
         parts |= {key: (dict.get, value.__globals__, key) for key in value.__globals__.keys() & names}
         parts |= {"self": (getattr, value, "__self__")} if hasattr(value, "__self__") and "." not in name else {}
-    elif is_module:  # modules may have one another
+    elif is_module:  # modules may refer to each other
         keys = vars(value).keys() & names if name.count(".") < 3 else ()
         parts = {f"{name}.{key}": (dict.get, vars(value), key) for key in keys}
     elif type(value).__name__ == "partial":
@@ -711,7 +711,7 @@ def readings(name: str, value, seen: set, names: set):
     else:
         parts = attributes_of(name, value)
         layers = [x for x in type(value).__mro__ if issubclass(x, nn.Module) and not is_own(x)]
-        if len(layers) > 1:  # beside nn.Module itself: what a library's layer reads, no code here names
+        if len(layers) > 1:  # a library's layer: it reads attributes that no code here names
             names.update(key for key, x in vars(value).items() if isinstance(x, bool | int | float | str))
     seen.update([] if is_module else [id(value)])  # other code may name other parts of a module
     for key, (read, *source) in parts.items():
@@ -721,10 +721,10 @@ def readings(name: str, value, seen: set, names: set):
 
 
 def refuse_changes(function):
-    """The function; but before each call it is checked that all it reads, numbers and objects, is that of the first.
+    """Wrap a function to check, before each call, that the numbers and objects it reads are those of the first call.
 
-    Compiled code and CUDA graphs keep what they have read at first: a change would be ignored in silence. So it ends
-    the program, with its name and exit code 2, compiled or not. Tensors may change in place. A check takes some
+    Compiled code and CUDA graphs keep the values that they first read and would silently ignore a change. So a change
+    ends the program, with its name and exit code 2, compiled or not. Tensors may change in place. A check takes a few
     microseconds.
     """
     call, found_names, groups, first, ids = tensors_only(function), [], [], [], []
@@ -732,7 +732,7 @@ def refuse_changes(function):
     def checked(*inputs):
         if not groups:
             names = {"training"}
-            found = list(readings("", function, set(), names))  # of attributes, those count that some code names
+            found = list(readings("", function, set(), names))  # only attributes that some code names
             found = [x for x in found if "." not in x[0] or x[0][-1] == "]" or x[0].rpartition(".")[2] in names]
             for how in dict.fromkeys(x[1] for x in found):
                 group = [x for x in found if x[1] is how]
@@ -752,9 +752,9 @@ def refuse_changes(function):
 
 
 def tensors_only(function):
-    """The function, compiled or a graph, with SystemExit(2) for an argument that is no tensor, which it would keep.
+    """Wrap a compiled function or graph: SystemExit(2) for an argument that is no tensor, which it would freeze.
 
-    And for code that can't be compiled.
+    Likewise for code that can't be compiled.
     """
 
     def checked(*inputs):
@@ -789,10 +789,10 @@ def check_equal(names: list[str], first: list, now: list) -> None:
 
 
 def numpy_mlp(net: nn.Sequential):
-    """The function of a network on NumPy arrays (B, inputs) -> (B, outputs): 5 us for one row, where PyTorch takes 35.
+    """A network as a function of NumPy arrays (B, inputs) -> (B, outputs): 5 us for one row, where PyTorch takes 35.
 
-    It reads the memory of the parameters, which must be on the CPU, and follows when these change in place. Layers that
-    it does not know are left to PyTorch.
+    It shares the memory of the parameters, which must be on the CPU, so it follows in-place changes. Networks with
+    layers that it does not know are left to PyTorch.
     """
     known = {nn.Tanh: np.tanh, nn.ReLU: partial(np.maximum, np.float32(0))}
     layers = list(net) if isinstance(net, nn.Sequential) else [net]
@@ -815,10 +815,10 @@ def numpy_mlp(net: nn.Sequential):
 
 @torch.no_grad()
 def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
-    """Refuse a policy that acts, of arrays (B, O) -> (B, A), if the one that learns, of tensors, computes others.
+    """Fail unless the acting policy, on arrays, and the learning one, on tensors, agree: both (B, O) -> (B, A).
 
-    At other weights and buffers of the module, too: at the first ones outputs are so small that much passes for equal,
-    and statistics do nothing. For small observations and for large ones, which `forward` may clip.
+    The test changes the module's weights and buffers: with the initial ones, outputs are so small that much passes for
+    equal, and statistics have no effect. It uses small observations and large ones, which `forward` may clip.
     """
     rng, generator = np.random.default_rng(1), torch.Generator().manual_seed(1)
     obs = (rng.normal(size=(64, obs_dim)) * np.logspace(-1, 2, 64)[:, None]).astype(np.float32)
@@ -827,10 +827,10 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     for x in [x for x in state if x.is_floating_point()]:  # weights of either sign; buffers may be variances
         draw, inputs = (torch.randn if isinstance(x, nn.Parameter) else torch.rand), math.prod(x.shape[1:])
         x.add_((draw(x.shape, generator=generator) / max(1, inputs) ** 0.5).to(x.device, x.dtype))
-    try:  # a row by itself, since layers may look at the whole batch
+    try:  # one row on its own, since layers may look at the whole batch
         acted = np.concatenate([acting(obs[:1]), acting(obs[1:])])
         learnt = np.broadcast_to(learning(torch.from_numpy(obs)).numpy().copy(), acted.shape)
-    except (ValueError, IndexError) as error:  # as BatchNorm's, of a single row
+    except (ValueError, IndexError) as error:  # such as BatchNorm's for a single row
         fail(f"the policy can't act: {error}")
     finally:
         torch._foreach_copy_(state, first)
@@ -841,18 +841,18 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    """End with one line and exit code 2: the input is wrong."""
+    """Report invalid input in one line and end with exit code 2."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def num_cores() -> int:
-    """How many CPU cores this process may use; all there are, on a system that does not tell."""
+    """Number of CPU cores this process may use; on a system that does not tell, all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
-    """The library that makes the environments; SystemExit(2) if none knows the id, with the ids that come near."""
+    """The library that makes the environments; SystemExit(2) with similar ids if none knows the id."""
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
     libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"], []
     for library in libraries if in_process else reversed(libraries):
@@ -878,7 +878,7 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     if multiprocessing.parent_process() is not None:
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.SIG_IGN)
-    # No warnings that nobody can act upon: of old ids, which published results are of, and of old attributes in models
+    # No warnings that nobody can act on: about old ids, which published results use, and old attributes in models
     warnings.filterwarnings("ignore", ".*out of date")
     if "mujoco" in str(env):
         importlib.import_module("mujoco").set_mju_user_warning(lambda _message: None)
@@ -920,10 +920,10 @@ class SyncEnvs:
 
 @contextlib.contextmanager
 def light_start():
-    """Worker processes started herein ignore signals, have one thread, and do not import this file.
+    """Worker processes started in this context ignore signals, have one thread, and do not import this file.
 
-    Else multiprocessing imports the main module in each, and PyTorch with it: 1.6 s and 230 MB instead of 0.2 s and
-    40 MB. So, meanwhile, an empty module takes its place.
+    Otherwise multiprocessing imports the main module in each, and with it PyTorch: 1.6 s and 230 MB instead of 0.2 s
+    and 40 MB. So an empty module takes its place meanwhile.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
@@ -942,12 +942,12 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
     multiprocessing.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
     with light_start():
         vector = gym.vector.AsyncVectorEnv(env_fns, context="forkserver")
-    atexit.register(lambda: [process.kill() for process in vector.processes])  # else a run that broke may wait for them
+    atexit.register(lambda: [process.kill() for process in vector.processes])  # else a failed run may wait for them
     return vector
 
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
-    """Raise a ValueError at a NaN or infinity; in terminal observations, whose value does not count, it is set to 0."""
+    """Raise a ValueError at NaN or infinity; in terminal observations, whose value is not used, set them to 0."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
         obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
@@ -973,8 +973,8 @@ def without(settings: dict, names: set[str]) -> dict:
 class Envs:
     """N environments side by side: flat observations (N, O); actions (N, A), or (N,) where they are discrete.
 
-    Autoreset is one step late, whatever the backend: the observation at an episode's end is its true last one, and the
-    next step ignores its action, resets that environment and returns reward 0. This row is no step of the environment.
+    Autoreset happens one step late, whatever the backend: the observation at an episode's end is its true last one; the
+    next step ignores its action, resets that environment and returns reward 0. This row does not count as a step.
     """
 
     def __init__(self, args: Args, seeds: list[int]):
@@ -990,15 +990,15 @@ class Envs:
                 self.vector = importlib.import_module("envpool").make_gymnasium(args.env_id, seed=seeds, **settings)
                 self.observation_space, self.action_space = self.vector.observation_space, self.vector.action_space
             else:
-                # A record instead of the id, since what this file registers is unknown in a worker process
+                # The spec instead of the id, since a worker process does not know what this file registers
                 env_fns = [partial(make_env, gym.registry.get(args.env_id, args.env_id), settings)] * len(seeds)
                 self.vector = (SyncEnvs if in_process else worker_envs)(env_fns)
                 self.observation_space = self.vector.single_observation_space
                 self.action_space = self.vector.single_action_space
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
-        except Exception as error:  # whatever a constructor brings up
+        except Exception as error:  # anything a constructor may raise
             fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}")
-        self.action_shape = (len(seeds), *(self.action_space.shape or ()))  # those of some spaces are None
+        self.action_shape = (len(seeds), *(self.action_space.shape or ()))  # the shape of some spaces is None
         where = "threads" if self.backend == "envpool" else "this process" if in_process else "worker processes"
         self.summary = f"environments: {len(seeds)} by {self.backend}, in {where}"
         warn_of_pixels(self.observation_space, self.obs_dim)
@@ -1039,7 +1039,7 @@ class Envs:
         workers = getattr(self.vector, "processes", ()) if is_pipe else ()
         if workers:
             time.sleep(0.1)  # until exit codes are there
-            self.vector.closed = True  # else, at exit, it would wait for the answer of the dead
+            self.vector.closed = True  # else it would wait at exit for the answer of a dead worker
         dead = [f"{i} (exit code {p.exitcode})" for i, p in enumerate(workers) if p.exitcode]
         if dead:
             return f"environment worker {', '.join(dead)} died"
@@ -1072,14 +1072,14 @@ class LockStep:
         return 0
 
     def step(self, t: int, action: np.ndarray, num_steps: int):
-        """Where results belong, where their observations do, who acts next (None at the end); and the results."""
+        """Index of the results, of their observations, of who acts next (None at the end); and the results."""
         return t, t + 1, t + 1 if t + 1 < num_steps else None, self.envs.step(action)
 
 
 class FirstReady:
-    """Environments in worker processes, of which each steps as soon as it has an action: none waits for another.
+    """Environments in worker processes, each of which steps as soon as it has an action: none waits for another.
 
-    So each has its own t; places in arrays (T, V, ...) are (steps, environments). It talks to Gymnasium's workers.
+    So each has its own t, and indices into arrays (T, V, ...) are (steps, environments). It uses Gymnasium's workers.
     """
 
     def __init__(self, envs: Envs):
@@ -1117,7 +1117,7 @@ class FirstReady:
 
 
 def check_layers(module: nn.Module) -> None:
-    """Refuse layers by which a policy would act otherwise than it learns: it acts by weights, in batches of its own."""
+    """Refuse layers that compute differently in acting and learning: acting gets only weights and its own batches."""
     kinds = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
     found = [f"layer `{name}`, {layer}" for name, layer in module.named_modules() if isinstance(layer, kinds)]
     found += [f"buffer `{name}`" for name, _ in module.named_buffers()]
@@ -1168,7 +1168,7 @@ def moments(norm: RunningNorm) -> tuple[int, np.ndarray, np.ndarray]:
 
 
 def set_moments(norm: RunningNorm, count: int = 0, mean: np.ndarray = 0.0, squares: np.ndarray = 0.0) -> None:
-    """Put other statistics in the place of these; by default those of no rows."""
+    """Replace the statistics; by default with those of no rows."""
     norm.count, norm.mean, norm.squares = count, np.zeros_like(norm.mean) + mean, np.zeros_like(norm.mean) + squares
 
 
@@ -1186,7 +1186,7 @@ def merge(norm: RunningNorm, count: int, mean: np.ndarray, squares: np.ndarray) 
 
 
 def draw_permutations(args: Args, num_steps: int, num_rows: int) -> Tensor:
-    """The orders in which all learners go through their rows after so many steps of Adam: (E, K, M)."""
+    """Orders of rows (E, K, M), the same for all learners, from the seed and the number of Adam steps so far."""
     generator = torch.Generator().manual_seed(args.seed % 2**32 * 2**31 + num_steps)
     orders = [torch.randperm(num_rows, generator=generator) for _ in range(args.update_epochs)]
     return torch.stack(orders).view(args.update_epochs, args.num_minibatches, -1)
@@ -1196,7 +1196,7 @@ def spread_of(advantage: Tensor, valid: Tensor, norm_adv: bool, add_up=None) -> 
     """Mean and standard deviation of the advantages in each minibatch, over all learners: (E, K, M) -> (E, K, 2)."""
     if not norm_adv:
         return advantage.new_tensor([0.0, 1.0]).expand(*advantage.shape[:2], 2)
-    x, weight = advantage.double(), valid.double()  # as a difference of squares needs it
+    x, weight = advantage.double(), valid.double()  # the difference below needs the precision
     sums = torch.stack([weight, weight * x, weight * x.square()]).sum(3)
     count, total, squares = add_up(sums) if add_up else sums
     mean = total / count.clamp(min=1)
@@ -1205,7 +1205,7 @@ def spread_of(advantage: Tensor, valid: Tensor, norm_adv: bool, add_up=None) -> 
 
 
 class Clock:
-    """What time is spent on: each lap adds the seconds since the one before to a name, and returns them."""
+    """Records where time goes: each lap adds the seconds since the previous one to a name, and returns them."""
 
     def __init__(self):
         self.seconds, self.last = defaultdict(float), time.perf_counter()
@@ -1222,12 +1222,12 @@ class Clock:
 
 
 def take(counts: dict) -> dict:
-    """What a dictionary holds, which is empty after that."""
+    """Return the contents of a dictionary and empty it."""
     return {name: counts.pop(name) for name in list(counts)}
 
 
 def time_of_resets(spent: np.ndarray, is_reset: np.ndarray) -> float:
-    """The seconds (T,) by which steps of environments with a reset among them (T, V) took longer than the others."""
+    """Seconds per step (T,), resets (T, V) -> total extra time of steps with a reset over the mean of the others."""
     has_reset = is_reset.any(1)
     if not has_reset.any() or has_reset.all():
         return 0.0
@@ -1235,7 +1235,7 @@ def time_of_resets(spent: np.ndarray, is_reset: np.ndarray) -> float:
 
 
 class Runners:
-    """What the learner sees of its runners, wherever they are."""
+    """The learner's interface to its runners, wherever they are."""
 
     SHARES = ("env_step", "env_reset", "inference", "runners_waiting", "learner_waiting", "learning", "weights")
 
@@ -1247,7 +1247,7 @@ class Runners:
         self.alive, self.restarts, self.late = set(), 0, 0
 
     def note(self, report: dict) -> None:
-        """Count what a fragment brings."""
+        """Add the report of a fragment to the counts."""
         self.run.step += report["steps"]
         self.run.episodes += report["episodes"]
         self.staleness.append(self.run.num_updates - report["version"])
@@ -1257,7 +1257,7 @@ class Runners:
             self.infos[name] += values
 
     def metrics(self) -> dict[str, float]:
-        """Since the last line of the log. The shares of the time of all processes sum to 100 %."""
+        """Metrics since the last log line. The shares of the time of all processes sum to 100 %."""
         for name, seconds in take(self.clock.seconds).items():
             self.seconds[name] += seconds
         total, seconds = sum(self.seconds.values()), take(self.seconds)
@@ -1281,7 +1281,7 @@ class OneRunner(Runners):
         if args.gpus_per_runner and not torch.cuda.is_available():
             fail(f"--gpus-per-runner {args.gpus_per_runner:g}: this machine has no GPU")
         self.runner, self.alive = Runner(args, self.seeds), {0}
-        self.envs, self.clock = self.runner.envs, self.runner.clock  # one clock, as nobody waits
+        self.envs, self.clock = self.runner.envs, self.runner.clock  # one clock, as neither waits for the other
         self.spaces = self.envs.observation_space, self.envs.action_space
         self.backend, self.close, step = self.envs.backend, self.envs.close, self.envs.step
 
@@ -1308,7 +1308,7 @@ class OneRunner(Runners):
 
 def start_ray(args: Args):
     """Join the cluster of --ray-address, or start Ray on this machine -> its module; SystemExit(2) where that fails."""
-    # No report to Ray's makers, no GPUs hidden from who asks for none, no traceback for each call of a dead runner
+    # No usage report to Ray, no GPUs hidden from processes that reserve none, no traceback per call to a dead runner
     settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     os.environ |= settings | {"RAY_IGNORE_UNHANDLED_ERRORS": "1"} | os.environ
     try:
@@ -1337,12 +1337,12 @@ def start_ray(args: Args):
         if need > has.get(name, 0):
             fail(f"the processes of this run need {need:g} {name}s, the cluster has {has.get(name, 0):g}")
     if __name__ != "__main__":
-        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # this text is the one that all processes run
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # all processes run this source
     return ray
 
 
 def versions() -> dict[str, str]:
-    """Of what runners and learners must agree on."""
+    """Versions of the packages that runners and learners must agree on."""
     names = ("torch", "numpy", "gymnasium", "envpool", "ray")
     return {"python": sys.version.split()[0]} | {name: version(name).partition("+")[0] for name in names}
 
@@ -1354,11 +1354,11 @@ def other_versions(theirs: dict[str, str]) -> str:
 
 
 class Refused(RuntimeError):
-    """What `fail` said in another process. It would say so there again, so the run ends."""
+    """A call to `fail` in another process, with its message. A new process would fail too, so the run ends."""
 
 
 def heard(function, *arguments):
-    """Call a function in a process of Ray's: `fail` is its death there, and nobody sees what it printed."""
+    """Call a function in a Ray process, turning `fail` into `Refused`: else the process dies and its output is lost."""
     with contextlib.redirect_stderr(io.StringIO()) as output:
         try:
             return function(*arguments)
@@ -1367,7 +1367,7 @@ def heard(function, *arguments):
 
 
 class RemoteRunner:
-    """A runner in a process of Ray's. An environment that breaks is an exception of `sample`."""
+    """A runner in a Ray process. If an environment breaks, `sample` raises an exception."""
 
     def __init__(self, args: Args, seeds: list[int], spec: gym.envs.registration.EnvSpec | None):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the learner's
@@ -1404,27 +1404,27 @@ def cause_of(error: Exception) -> str:
 class RayRunners(Runners):
     """Runners as actors of Ray, wherever in the cluster there is room.
 
-    By default each is asked for two fragments: it works at one, and need not wait for the learner to begin the next,
-    but never runs far ahead. With --rollout first-ready it is asked for the next when one has come, and what is older
-    than one update is left out; with batched, each brings one by the newest weights, and all are waited for.
+    By default, two fragments are requested of each runner: it works on one and can begin the next without waiting for
+    the learner, but never runs far ahead. With --rollout first-ready, the next is requested when one has arrived, and
+    those older than one update are dropped; with batched, the learner waits for one from each, with the newest weights.
 
-    A runner that dies, or whose environment raises, is replaced by another, with new seeds; what it was asked for is
-    lost. The learner goes on with what the others bring.
+    A runner that dies, or whose environment raises, is replaced by another with new seeds; its pending requests are
+    lost. The learner continues with the fragments of the others.
     """
 
     def __init__(self, args: Args, run: "Run"):
         super().__init__(args, run)
-        choose_backend(args.env_id, args.env_backend, in_process=False)  # a typing error is found before Ray starts
+        choose_backend(args.env_id, args.env_backend, in_process=False)  # catches a mistyped id before Ray starts
         self.own_ray, self.ray = "ray" not in sys.modules or not sys.modules["ray"].is_initialized(), start_ray(args)
         place = {"num_cpus": args.cpus_per_runner, "num_gpus": args.gpus_per_runner, "scheduling_strategy": "SPREAD"}
         self.remote, self.actors, self.places, self.weights = self.ray.remote(**place)(RemoteRunner), {}, {}, None
-        # How many fragments are asked of a runner at once, and by how many updates one may be old: see above
+        # How many fragments are requested of a runner at once, and how many updates old one may be: see above
         asking = {"batched": (1, 0), "first-ready": (1, 1)}
         self.ahead, self.most_stale = asking.get(getattr(args, "rollout", None), (2, math.inf))
         # Reference of a report -> index of its runner, reference of its fragment (None while the runner is starting)
         self.in_flight = {}
-        self.failures, self.told = [0] * args.num_runners, set()  # in a row; what was said of exceptions
-        # What runners know of the settings; since when each owes a fragment; when one came last
+        self.failures, self.told = [0] * args.num_runners, set()  # consecutive failures; errors already reported
+        # Settings as sent to runners; since when each owes a fragment; when the last fragment arrived
         self.sent_args, self.since, self.last_news = replace(args), [math.inf] * args.num_runners, -math.inf
         self.deadline = time.monotonic() + args.fragment_timeout
         for index in range(args.num_runners):
@@ -1434,7 +1434,7 @@ class RayRunners(Runners):
                 self.hear(reference)
 
     def start(self, index: int) -> None:
-        """Let Ray start a runner; after the death of one, with seeds that none has had."""
+        """Let Ray start a runner; one that replaces a dead one gets new seeds."""
         seeds = self.seeds[index * self.args.envs_per_runner :][: self.args.envs_per_runner]
         if self.restarts:
             seeds = (np.random.SeedSequence([*seeds, self.restarts]).generate_state(len(seeds)) >> 1).tolist()
@@ -1450,7 +1450,7 @@ class RayRunners(Runners):
         self.ask(index, self.ahead)
 
     def ask(self, index: int, count: int) -> None:
-        """Let so many fragments be asked of a runner, by the newest weights."""
+        """Request fragments with the newest weights until `count` requests to a runner are pending."""
         asked = sum(other == index for other, _ in self.in_flight.values())
         self.since[index] = self.since[index] if asked else time.monotonic()
         for _ in range(count - asked if self.weights else 0):
@@ -1458,7 +1458,7 @@ class RayRunners(Runners):
             self.in_flight[report] = index, fragment
 
     def publish(self, version: int, weights: np.ndarray, *others) -> None:
-        """Ask by these weights from now on. A small vector goes along with each question, a large one is put once."""
+        """Use these weights for requests from now on. A small vector goes with each; a large one is put once."""
         self.clock.lap("learning")
         if self.args != self.sent_args:
             name = next(x for x, value in asdict(self.sent_args).items() if value != getattr(self.args, x))
@@ -1470,7 +1470,7 @@ class RayRunners(Runners):
         self.clock.lap("weights")
 
     def ready(self) -> list:
-        """References of what runners have done, in the order in which they were asked; within half a second."""
+        """References to finished calls of runners, in the order of the requests; waits half a second at most."""
         references, now = list(self.in_flight), time.monotonic()
         ready, waiting = self.ray.wait(references, num_returns=len(references), timeout=0)
         self.queue.append(len(ready))
@@ -1485,10 +1485,10 @@ class RayRunners(Runners):
         return ready or self.ray.wait(references, num_returns=1, timeout=0.5)[0]
 
     def hear(self, reference, found: list | None = None, num_ours: int = 0) -> None:
-        """Handle a call that is done: let a runner that has started take part, or keep a fragment and its report.
+        """Handle a finished call: admit a runner that has started, or store a fragment and its report.
 
-        These go to a free place in `found`. After the first `num_ours` places, fragments are for other learners: they
-        stay references.
+        These go to a free place in `found`. Places from `num_ours` on are for other learners: their fragments stay
+        references.
         """
         index, fragment = self.in_flight.pop(reference, (None, None))
         if index is None:
@@ -1513,7 +1513,7 @@ class RayRunners(Runners):
             self.ask(index, 1)
 
     def collect(self, batch_fragments: int, num_learners: int) -> tuple[tuple, tuple]:
-        """Reports and fragments, first those for this learner's batch; references to those for the others."""
+        """Reports and fragments: first those of this learner's batch, then references to those of other learners."""
         self.clock.lap("learning")
         self.deadline = time.monotonic() + self.args.fragment_timeout  # an update may have taken longer
         found = [None] * (batch_fragments * num_learners)
@@ -1524,14 +1524,14 @@ class RayRunners(Runners):
             asked = sum(fragment is not None for _, fragment in self.in_flight.values())
             idle = sorted(self.alive - {index for index, _ in self.in_flight.values()})
             for index in idle[: max(0, found.count(None) - asked)]:
-                self.ask(index, 1)  # in the place of one that has died
+                self.ask(index, 1)  # instead of one that has died
         for report, _ in found:
             self.note(report)
         self.clock.lap("learner_waiting")
         return tuple(zip(*found, strict=True))
 
     def bury(self, index: int, error: Exception) -> None:
-        """Replace a runner that died, or broke; but end the run if one does so again and again."""
+        """Replace a runner that died or raised; end the run if that happens repeatedly."""
         cause, summary = getattr(error, "cause", None), cause_of(error)
         if cause is not None and not self.alive and not self.restarts:
             fail(summary)
@@ -1562,7 +1562,7 @@ class RayRunners(Runners):
 
 
 class RemoteLearner:
-    """A learner in a process of Ray's, in step with the first one."""
+    """A learner in a Ray process, in lock-step with the first one."""
 
     def __init__(self, args: Args, rank: int, spaces: tuple[gym.Space, gym.Space]):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -1574,7 +1574,7 @@ class RemoteLearner:
         return versions()
 
     def join(self, address: tuple[str, int], states: list[dict], num_threads: int) -> None:
-        torch.set_num_threads(num_threads)  # another number may add up in another order
+        torch.set_num_threads(num_threads)  # a different number may change the order of sums
         join_learners(self.args, self.rank, self.device, torch.distributed.TCPStore(*address, self.args.num_learners))
         for part, state in zip((self.agent, self.optimizer), states, strict=True):
             part.load_state_dict(state)
@@ -1603,7 +1603,7 @@ def join_learners(args: Args, rank: int, device: torch.device, store) -> None:
 
 
 class OtherLearners:
-    """The learners but for this one, as actors of Ray; with --num-learners 1 there are none."""
+    """All learners except this one, as Ray actors; with --num-learners 1 there are none."""
 
     def __init__(self, args: Args, runners: Runners):
         self.args, self.runners, self.actors, self.results = args, runners, [], []
@@ -1632,7 +1632,7 @@ class OtherLearners:
         self.together(join_learners, self.args, 0, device, store)
 
     def update(self, learning_rate: Tensor, fragments: list) -> None:
-        """Let each take its share of fragments; the update is done together with this learner's own."""
+        """Send each its share of the fragments; all then update together with this learner."""
         self.check(timeout=0)
         size = len(fragments) // max(1, len(self.actors))
         shares = [fragments[i * size : (i + 1) * size] for i in range(len(self.actors))]
@@ -1662,7 +1662,7 @@ class OtherLearners:
 
 
 def rollout_sizes(args: Args, num_envs: int) -> tuple[int, int]:
-    """Rows of a rollout, and how many rollouts make a run; SystemExit(2) if these do not come out even."""
+    """Rows per rollout, rollouts per run; SystemExit(2) for unequal minibatches or a run shorter than a rollout."""
     batch_size = num_envs * args.num_steps
     if batch_size % args.num_minibatches:
         fail(f"num_envs * num_steps = {batch_size} rows can't be divided into {args.num_minibatches} equal minibatches")
@@ -1695,7 +1695,7 @@ def validate(args: Args) -> torch.device:
 
 
 def typed_flags() -> list[str]:
-    """What was typed, CleanRL's --cuda as ours; SystemExit(2) at its flags that are not here, with what there is."""
+    """The command line, with CleanRL's --cuda translated; SystemExit(2) for its other flags, with a replacement."""
     words = [{"--cuda": "--device=auto", "--no-cuda": "--device=cpu"}.get(word, word) for word in sys.argv[1:]]
     instead = {"--torch-deterministic": "runs on a CPU always are", "--save-model": "each run leaves checkpoint.pt"}
     instead["--capture-video"] = "./run.sh evaluate RUN_DIR --video FILE.mp4"
@@ -1706,18 +1706,18 @@ def typed_flags() -> list[str]:
 
 
 def load_checkpoint(args: Args) -> tuple[Args, dict]:
-    """The settings and the checkpoint of the run to resume; without --resume the settings as they are, and nothing."""
+    """Settings and checkpoint of the run to resume; without --resume, the settings as given and an empty dict."""
     if args.resume is None:
         if args.override:
             fail("--override changes settings of a run that goes on; it needs --resume RUN")
         return args, {}
     try:
-        # Mapped, not read: a replay buffer goes from the file straight to its place
+        # Memory-mapped: a replay buffer is copied from the file directly to its place
         checkpoint = torch.load(Path(args.resume, "checkpoint.pt"), map_location="cpu", weights_only=True, mmap=True)
         if checkpoint["script"] != Path(__file__).name:
             raise ValueError(f"this is a run of {checkpoint['script']}")
         saved = Args(**checkpoint["args"])
-    except Exception as error:  # whatever unpickling a broken file brings up
+    except Exception as error:  # anything unpickling a broken file may raise
         fail(f"can't resume {args.resume}: {type(error).__name__}: {error}")
     flags = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv[1:] if word.startswith("--")]
     other_names = {"cuda": "device", "start_e": "epsilon_start", "end_e": "epsilon_end"}  # CleanRL's
@@ -1753,7 +1753,7 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
 
 
 def lock(file) -> bool:
-    """Keep other processes from taking this file until it is closed; whether none of them has taken it before."""
+    """Lock this file against other processes until it is closed; False if another process holds the lock."""
     try:
         import fcntl
 
@@ -1766,7 +1766,7 @@ def lock(file) -> bool:
 
 
 def check_storable(name: str, value) -> None:
-    """Refuse what a checkpoint can be written with, but not read: safe loading knows no NumPy and no own classes."""
+    """Refuse values that can be written to a checkpoint but not read: safe loading rejects NumPy and custom classes."""
     parts = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list | tuple) else {}
     for key, part in parts.items():
         check_storable(f"{name}[{key!r}]", part)
@@ -1777,11 +1777,11 @@ def check_storable(name: str, value) -> None:
 class Run:
     """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
 
-    At the first SIGINT or SIGTERM `stopped_by` is set, and the loop is to end. A second one of the same kind kills.
+    The first SIGINT or SIGTERM sets `stopped_by`, and the loop should end. A second one of the same kind kills.
     """
 
     def __init__(self, args: Args):
-        """Take up the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
+        """Load the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
         self.args, self.checkpoint = load_checkpoint(args)
         self.device = validate(self.args)
         counters = (self.checkpoint.get(name, 0) for name in ("global_step", "iteration", "num_updates", "seconds"))
@@ -1794,7 +1794,7 @@ class Run:
         torch.manual_seed(self.args.seed)
 
     def env_seeds(self, num_envs: int) -> list[int]:
-        """A seed for each environment: 31 bits, as EnvPool takes them; others for each run, and after a resume."""
+        """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
     def restore(self) -> None:
@@ -1813,7 +1813,7 @@ class Run:
         self.checkpoint = None  # frees a replay buffer
 
     def open(self, envs, **state) -> None:
-        """Load the parts of `state` from a checkpoint, to which they will be saved; open the run's folder."""
+        """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
         if self.checkpoint:
@@ -1889,7 +1889,7 @@ class Run:
         signal.signal(signum, signal.SIG_DFL)
 
     def keep_rng(self) -> None:
-        """Note the random state as of now: a rollout that is broken off has drawn numbers which must not count."""
+        """Record the random state for the next checkpoint: numbers drawn in an interrupted rollout must not count."""
         name, keys, *rest = np.random.get_state()
         self.rng = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state()}
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
@@ -1924,7 +1924,7 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        """Write the checkpoint beside the old one, then put it in its place: at any moment the disk has a whole one."""
+        """Write the checkpoint beside the old one, then replace that: a complete one is on disk at all times."""
         modules = [part for part in self.state.values() if isinstance(part, nn.Module)]
         if not all(weight.isfinite().all() for module in modules for weight in module.parameters()):
             sys.exit(f"error: weights are NaN or infinite at step {self.step}; {self.hint()}")
@@ -1951,12 +1951,12 @@ class Run:
         return self.step < self.args.total_timesteps and self.stopped_by is None
 
     def is_due(self) -> bool:
-        """Whether the log is, or a checkpoint, which comes with a line of the log, or whether this is the end."""
+        """Whether to log now: a log line or a checkpoint, which comes with a log line, is due, or the run ends."""
         intervals = (self.args.log_every, self.checkpoint_every)
         return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
 
     def stop_if_asked(self) -> None:
-        """In a rollout: end the run as of its last update after a signal, since a rollout may take minutes."""
+        """After a signal, end the run within a rollout, which may take minutes, with the state of its last update."""
         if self.stopped_by is not None:
             self.close()
 

@@ -8,18 +8,18 @@
 """Twin Delayed Deep Deterministic policy gradient (TD3) for continuous actions, compiled.
 
 Fujimoto et al. (2018), "Addressing Function Approximation Error in Actor-Critic Methods",
-https://arxiv.org/abs/1802.09477, whose algorithm 1 is meant below.
+https://arxiv.org/abs/1802.09477; this is its algorithm 1.
 
     python td3_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --seed 1
 
-Its eager twin is `td3_continuous_action.py`; the diff of the two shows all that compiling takes.
+Its eager twin is `td3_continuous_action.py`; a diff of the two shows every change that compiling needs.
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = of an action, P = number of parameters.
 
-Departures from CleanRL's script of the same name, whose settings these are: rows in which environments reset themselves
-are neither stored nor counted; there is one update for every step that is left, however many environments take them;
-bounds and noise have each dimension of the action's own scale.
+Settings are those of CleanRL's script of the same name. Departures from it: rows in which environments reset themselves
+are neither stored nor counted; there is one update per step that does count, no matter how many environments take them;
+bounds and noise are scaled separately for each dimension of the action.
 
-How to read on: settings, networks, formulas, then `train`, the algorithm. Below the rule is nothing but plumbing.
+Reading order: settings, networks, formulas, then `train`, the algorithm. Below the `# ----` line is only plumbing.
 """
 
 import atexit
@@ -67,27 +67,27 @@ class Args:
     seed: int = 1  # seeds Python, NumPy, PyTorch and the environments
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
-    resume: str | None = None  # folder of a run to go on with, by its own settings, from its checkpoint
-    override: tuple[str, ...] = ()  # with --resume: CHANGEABLE settings that change, as gamma=0.98
+    resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
+    override: tuple[str, ...] = ()  # with --resume: new values for CHANGEABLE settings, such as gamma=0.98
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 1_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
     track: bool = False  # send the TensorBoard events to Weights & Biases too
-    wandb_project_name: str = "flatout"  # the project there
-    wandb_entity: str | None = None  # the team there
+    wandb_project_name: str = "flatout"  # the Weights & Biases project
+    wandb_entity: str | None = None  # the Weights & Biases team
 
     # environment
     env_id: str = "HalfCheetah-v4"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Box actions
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool where it is faster and knows the id
     sync_envs: bool = False  # step several environments in this process: best where a step takes microseconds
-    env_kwargs: str = "{}"  # arguments for its constructor, as JSON: '{"key": value}'
+    env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps in the whole run
     num_envs: int = 1  # environments side by side
 
     # TD3
     learning_rate: float = 3e-4  # of Adam
     buffer_size: int = 1_000_000  # transitions kept for replay
-    save_replay: bool = True  # keep them in the checkpoint too, so that a resumed run learns from the same data
+    save_replay: bool = True  # store the replay in the checkpoint, so that a resumed run learns from the same data
     gamma: float = 0.99  # discount factor
     tau: float = 0.005  # target networks: target <- (1 - tau) * target + tau * online
     batch_size: int = 256  # transitions in one update
@@ -100,7 +100,7 @@ class Args:
     matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"  # auto: true float32; TF32 on CUDA
     bf16: bool = False  # compute inner layers in bfloat16; weights, first and last layers and loss stay in float32
 
-    # compile: two switches, to see what each of the two steps gives
+    # compile: two switches, to measure what each of the two steps gains
     compile: bool = True  # fuse the operations of a step, from sampling to Adam, into a few kernels
     cudagraphs: bool = True  # on CUDA, replay the kernels of an update as one graph, in one launch
 
@@ -109,7 +109,7 @@ METRICS = (
     "losses/qf1_values", "losses/qf2_values", "losses/qf1_loss", "losses/qf2_loss", "losses/qf_loss",
     "losses/actor_loss",
 )  # fmt: skip
-# The least and the greatest value of a setting; of others, integers are 1 or more, floats 0 or more
+# Smallest and largest value of a setting; for settings not listed, integers are at least 1, floats at least 0
 LIMITS = {"seed": (0, 2**63 - 1), "learning_starts": (0, math.inf), "gamma": (0, 1), "tau": (0, 1)}
 CHANGEABLE = (
     "learning_rate", "gamma", "tau", "batch_size", "policy_frequency", "gradient_steps", "exploration_noise",
@@ -166,13 +166,13 @@ class Critic(nn.Module):
 
 
 def train(args: Args) -> Path:
-    """Train from the start, or from a checkpoint, to the end; returns the run's folder. Wrong input: SystemExit(2)."""
+    """Train from scratch or from a checkpoint to the end; return the run's folder. Invalid input: SystemExit(2)."""
     run = Run(args)
     args, device = run.args, run.device
     if args.buffer_size < args.num_envs:
         fail(f"--buffer-size {args.buffer_size} is less than what one step of {args.num_envs} environments brings")
-    torch.set_num_threads(min(4, num_cores()))  # products of this size do not gain by more
-    # Moments of Adam that decay to denormal numbers slow a CPU down. Threads copy this from the one that starts them
+    torch.set_num_threads(min(4, num_cores()))  # more do not speed up products of this size
+    # Moments of Adam that decay to denormal numbers slow a CPU down. New threads inherit this setting
     torch.set_flush_denormal(True)
     set_matmul_precision(args.matmul_precision, device)
 
@@ -182,8 +182,8 @@ def train(args: Args) -> Path:
     actor = Actor(envs.obs_dim, envs.action_space, args.bf16).to(device)
     critics = nn.ModuleList(Critic(envs.obs_dim, action_dim, args.bf16) for _ in range(2)).to(device)
 
-    # compile: the parameters of both critics are stacked, each pair of tensors into one; weights lie transposed, as the
-    # gradient of a batched product does: else it would be copied number by number, a tenth of an update
+    # compile: each pair of parameters of the two critics is stacked into one tensor. Weights are transposed, like
+    # the gradient of a batched product; otherwise it is copied element by element, which takes a tenth of an update
     critic, critics = critics[0], from_modules(*critics)
     critics = TensorDictParams(critics.apply(lambda x: x.mT.contiguous() if x.ndim == 3 else x))
 
@@ -218,7 +218,7 @@ def train(args: Args) -> Path:
         return obs, *q.detach().mean(1), *critic_losses.detach(), critic_losses.detach().mean()
 
     def step_actor(obs: Tensor) -> Tensor:
-        """One step up the first critic's value of the actor's actions, then one of all targets to their networks."""
+        """One ascent step on the first critic's value of the actor's actions; all targets then follow the networks."""
         actor_loss = -q_values(critics[:1], obs, actor(obs)).mean()
         actor_optimizer.step(torch.autograd.grad(actor_loss, actor_optimizer.weights))
         move_towards(target_weights, actor_optimizer.weights + critic_optimizer.weights, args.tau)
@@ -233,13 +233,13 @@ def train(args: Args) -> Path:
         obs, *critic_metrics = step_critics()
         return torch.stack([*critic_metrics, step_actor(obs)])
 
-    # compile: the names stay, so their callers do not change. Each becomes one graph, gradients and Adam included, once
+    # compile: the names stay, so callers are unchanged. Each is compiled once, to one graph with gradients and Adam
     if args.compile:
         act, step_critics, step_actor = compiled(device, act, step_critics, step_actor)
     # compile: an update, of one or several steps, becomes one CUDA graph: its third call records, all later ones replay
     if args.cudagraphs and device.type == "cuda":
         act, update_critics, update_both = (CudaGraphModule(f, warmup=3) for f in (act, update_critics, update_both))
-    # compile: compiled code and graphs keep the numbers that they have read; a later change is refused by name
+    # compile: compiled code and graphs keep the numbers that they have read; if one changes, the run ends and names it
     act, update_critics, update_both = map(refuse_changes, (act, update_critics, update_both))
 
     run.open(
@@ -248,7 +248,7 @@ def train(args: Args) -> Path:
         **({"buffer": buffer} if args.save_replay else {}),
     )  # fmt: skip
     losses, statistics, courier = None, EpisodeStatistics(args.num_envs), Courier(act, action_dim, device)
-    first_update = args.learning_starts + (0 if args.save_replay else run.step)  # a lost replay is first filled anew
+    first_update = args.learning_starts + (0 if args.save_replay else run.step)  # refill an unsaved replay first
     obs, done = envs.reset(), np.zeros(args.num_envs, dtype=bool)
     while run.goes_on():
         # Act, at random until learning starts
@@ -257,16 +257,16 @@ def train(args: Args) -> Path:
         else:
             action = courier.answer(obs)
 
-        # Step the environment. A truncated episode still has a future: only `terminated` is stored
+        # Step the environment. A truncated episode still bootstraps, so only `terminated` is stored
         next_obs, reward, terminated, truncated = envs.step(action)
-        valid = ~done  # where an episode had ended, this step was a reset
+        valid = ~done  # after the end of an episode, this step was its reset
         columns = (obs, action, reward[:, None], next_obs, terminated[:, None])
         buffer.add(courier.send(np.concatenate(columns, axis=1, dtype=np.float32)[valid]))
         obs, done, num_rows = next_obs, terminated | truncated, int(valid.sum())
         run.episodes += statistics.update(reward[None], done[None], valid[None])
         run.step += num_rows
         num_due = (args.gradient_steps or num_rows) if num_rows and run.step > first_update else 0
-        # Where only critics will learn, the policy acts first: so a GPU learns while the environment steps
+        # If only the critics learn now, the policy acts first, so that a GPU learns while the environment steps
         if 0 < num_due < args.policy_frequency - run.num_updates % args.policy_frequency and not run.is_due():
             courier.ask(obs)
 
@@ -295,7 +295,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that can be allocated on the device, within the container's limit too; infinite where nothing tells."""
+    """Bytes that can be allocated on the device, within the container's limit too; infinite if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free, group = math.inf, Path("/sys/fs/cgroup")
@@ -311,8 +311,8 @@ def free_memory(device: torch.device) -> float:
 class ReplayBuffer(nn.Module):
     """The last `capacity` transitions, each a row of observation (O), action (A), reward, next observation, terminated.
 
-    One piece takes one copy to write and one gather to sample. How many rows have ever been written, which says where
-    the next one goes, is kept on the device, so that a graph reads its present value.
+    As one tensor, it takes one copy to write and one gather to sample. The number of rows ever written, which tells
+    where the next one goes, is kept on the device, so that a CUDA graph reads its current value.
     """
 
     def __init__(self, capacity: int, obs_dim: int, action_dim: int, device: torch.device):
@@ -334,12 +334,12 @@ class ReplayBuffer(nn.Module):
     def sample(self, batch_size: int) -> tuple[Tensor, ...]:
         """Rows drawn with replacement: observation (B, O), action (B, A), reward (B,), next observation, terminated."""
         size = self.num_written.clamp(max=len(self.rows))
-        index = torch.randint(2**40, (batch_size,), device=self.rows.device) % size  # a tensor is no bound of randint
+        index = torch.randint(2**40, (batch_size,), device=self.rows.device) % size  # randint takes no tensor as bound
         obs, action, reward, next_obs, terminated = self.rows[index].split(self.widths, dim=1)
         return obs, action, reward.squeeze(1), next_obs, terminated.squeeze(1)
 
     def state_dict(self) -> dict:
-        """The rows in use, not copied: of a slice torch.save would write the whole tensor, but not by way of NumPy."""
+        """The rows in use, not copied; through NumPy, since torch.save writes the whole tensor of a slice."""
         rows = self.rows[: int(self.num_written)]
         own = {"rows": torch.from_numpy(rows.cpu().numpy()), "num_written": self.num_written.cpu()}
         return super().state_dict() | own  # with buffers that a copy of this file registers, such as priorities
@@ -352,8 +352,8 @@ class ReplayBuffer(nn.Module):
 
 @torch.no_grad()
 def move_towards(targets: list[Tensor], weights: list[Tensor], tau: float | Tensor = 1.0) -> None:
-    """Each of `targets` becomes (1 - tau) times itself plus tau times the weight beside it: for tau = 1 a copy."""
-    if torch.compiler.is_compiling() and targets[0].device.type == "cpu":  # becomes loops, where a call would stay one
+    """target <- (1 - tau) * target + tau * weight, for each pair, in place; tau = 1 copies."""
+    if torch.compiler.is_compiling() and targets[0].device.type == "cpu":  # fused into loops, unlike the call below
         for target, weight in zip(targets, weights, strict=True):
             target.lerp_(weight, tau)
         return
@@ -361,10 +361,10 @@ def move_towards(targets: list[Tensor], weights: list[Tensor], tau: float | Tens
 
 
 class Courier:
-    """Takes arrays to the device, and actions back; the host waits for these only, not for what is learnt after them.
+    """Moves arrays to the device and actions back; the host waits only for actions, not for updates queued after them.
 
-    On CUDA by way of pinned memory, which the device reads and writes while the host goes on. PyTorch lends it anew
-    each time, and lends it again only when the device is done with it. On a CPU nothing is copied.
+    On CUDA it uses pinned memory, which the device reads and writes while the host continues. PyTorch provides it for
+    each transfer and reuses it only when the device is done with it. On a CPU nothing is copied.
     """
 
     def __init__(self, act, action_dim: int, device: torch.device):
@@ -372,15 +372,15 @@ class Courier:
         self.has_come = torch.cuda.Event() if device.type == "cuda" else None
 
     def send(self, array: np.ndarray) -> Tensor:
-        """An array, which must not change any more, as a tensor on the device."""
+        """An array as a tensor on the device; the array must not change afterwards."""
         tensor = torch.from_numpy(array)
         return tensor if self.has_come is None else tensor.pin_memory().to(self.device, non_blocking=True)
 
     def ask(self, obs: np.ndarray) -> None:
-        """Let the device act on observations (N, O) as it is now, before anything that it is told to do later.
+        """Queue an action for observations (N, O) with the current weights, ahead of any later work on the device.
 
-        NumPy draws the noise, and PyTorch that of learning: either has the same numbers whichever is first. But not
-        before a line of the log, with which a checkpoint may come: a resumed run draws the noise of its first action.
+        NumPy draws the acting noise and PyTorch the learning noise, so their order changes neither.
+        Do not ask before a log line, where a checkpoint may be saved: a resumed run draws its first action's noise.
         """
         noise = np.random.standard_normal((len(obs), self.action_dim))
         action = self.act(self.send(obs.astype(np.float32)), self.send(noise.astype(np.float32)))
@@ -389,7 +389,7 @@ class Courier:
             self.has_come.record()
 
     def answer(self, obs: np.ndarray) -> np.ndarray:
-        """The action (N, A) on these observations, which it may have been asked for before. Here the host waits."""
+        """The action (N, A) for these observations, requested before with `ask` or now. The host waits here."""
         if self.action is None:
             self.ask(obs)
         if self.has_come is not None:
@@ -399,7 +399,7 @@ class Courier:
 
 
 class EpisodeStatistics:
-    """Return and length of each episode that ends, from rows (T, N); a reset row has reward 0 and is no step."""
+    """Return and length of each episode that ends, from rows (T, N); a reset row has reward 0 and does not count."""
 
     def __init__(self, num_envs: int):
         self.episode_return, self.episode_length = np.zeros(num_envs), np.zeros(num_envs, dtype=int)
@@ -420,8 +420,8 @@ class Adam(nn.Module):
     """Adam (Kingma & Ba 2015, algorithm 1): PyTorch's fused kernel, without the bookkeeping of torch.optim around it.
 
     For small networks that bookkeeping takes longer than the kernel. torch.compile can trace neither, so compiled code
-    has the formula written out, on all weights as one vector (P,), which becomes a single loop. What changes is kept in
-    tensors, the learning rate too, so that compiled code and CUDA graphs read its present value.
+    uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
+    the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -431,19 +431,19 @@ class Adam(nn.Module):
         zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
         self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate, dtype=torch.float))
         self.register_buffer("first_learning_rate", self.learning_rate.clone())
-        self.register_buffer("steps", torch.zeros_like(zeros[0], dtype=torch.float))  # CUDA's kernel reads both so
+        self.register_buffer("steps", torch.zeros_like(zeros[0], dtype=torch.float))  # CUDA's kernel reads floats
         self.register_buffer("beta_powers", torch.ones(2, device=zeros.device))  # each beta to the power of `steps`
         self.register_buffer("beta_factors", zeros.new_tensor(betas), persistent=False)
         self.register_buffer("exp_avg", zeros.clone())
         self.register_buffer("exp_avg_sq", zeros.clone())
-        # The kernel takes lists: views of the two vectors, which a checkpoint fills in place. On CUDA it refuses those
-        # that do not lie in memory as their weight does
+        # The kernel takes lists of tensors: views of the two vectors, which a checkpoint fills in place. On CUDA, each
+        # view must have the same memory layout as its weight
         parts = zip(self.weights, self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes), strict=True)
         views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
         self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
 
     def load_state_dict(self, state: dict) -> None:
-        """What a checkpoint holds, but for a learning rate that --override has changed: that counts from here on."""
+        """Load a checkpoint's state, but keep a learning rate that --override has changed."""
         new = self.first_learning_rate.clone()
         super().load_state_dict(state)
         if new != self.first_learning_rate:
@@ -454,9 +454,9 @@ class Adam(nn.Module):
     def step(self, gradients: tuple[Tensor, ...]) -> None:
         """Change the weights in place, down their gradients."""
         self.steps.add_(1)
-        self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would compute a power anew every few weights
+        self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would recompute a power every few weights
         beta1, beta2 = self.betas
-        if torch.compiler.is_compiling():  # the formula: what you change here or in the kernel's call, change in both
+        if torch.compiler.is_compiling():  # the formula: change it and the kernel's call below together
             gradient = torch.cat([g.reshape(-1) for g in gradients])
             self.exp_avg.lerp_(gradient, 1 - beta1)
             self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
@@ -465,7 +465,7 @@ class Adam(nn.Module):
             parts = zip(change.split(self.sizes), self.weights, strict=True)
             torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
             return
-        # The kernel goes through memory in order, so a gradient must lie there as its weight does
+        # The kernel reads memory in order, so each gradient must have the same memory layout as its weight
         pairs = zip(gradients, self.weights, strict=True)
         gradients = [g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in pairs]
         torch._fused_adam_(
@@ -479,9 +479,9 @@ def compiled(device: torch.device, *functions):
     """The functions, each compiled into one graph, gradients included; SystemExit(2) where nothing can be compiled.
 
     A graph that breaks at the gradient takes 3.5 times as long. On a CPU, kernels are launched from C++ instead of
-    Python, random numbers come from PyTorch's own kernels, and nothing tests whether the C++ compiler knows AVX, which
-    would take a second of each start, five with an empty cache. A call checks tensors (shape, type, device) only: what
-    else was compiled in is left to `refuse_changes`.
+    Python, random numbers come from PyTorch's own kernels, and the test for AVX support of the C++ compiler is skipped:
+    it takes a second at each start, five with an empty cache. A call checks only tensors (shape, type, device);
+    `refuse_changes` checks everything else that was compiled in.
     """
     if device.type == "cpu":
         try:
@@ -489,17 +489,17 @@ def compiled(device: torch.device, *functions):
         except RuntimeError:
             fail("torch.compile needs a C++ compiler (Debian, Ubuntu: apt install g++); --no-compile does without")
     torch._dynamo.config.trace_autograd_ops = True
-    torch.compiler.reset()  # what an earlier run in this process compiled may be of other settings
+    torch.compiler.reset()  # an earlier run in this process may have compiled with other settings
     names = ("cpp_wrapper", "fallback_random", "cpp.vec_isa_ok") if device.type == "cpu" else ()
     options = dict.fromkeys(names, True)
     if device.type == "cpu":
-        options["unroll_reductions_threshold"] = 1  # unrolled, a sum over the few actions is computed number by number
+        options["unroll_reductions_threshold"] = 1  # unrolled, a sum over the few actions is computed one by one
     options["guard_filter_fn"] = torch.compiler.keep_tensor_guards_unsafe
     return [tensors_only(torch.compile(f, fullgraph=True, options=options.copy())) for f in functions]
 
 
 def is_own(value) -> bool:
-    """Whether a function, module, class or object is of a user's file, not of Python or of an installed package."""
+    """Whether a function, module, class or object is defined in a user's file, not in Python or a package."""
     libraries = os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__))
     if hasattr(value, "__code__"):
         return not value.__code__.co_filename.startswith(libraries)
@@ -510,12 +510,12 @@ def is_own(value) -> bool:
 
 
 def attributes_of(name: str, value) -> dict[str, tuple]:
-    """An object's or a class's attributes, those of its classes too: name -> how to read it, of what, by which key."""
+    """Attributes of an object or class, inherited ones too: name -> (how to read it, from what, by which key)."""
     classes, parts = value.__mro__ if isinstance(value, type) else type(value).__mro__, {}
     for shared in [vars(x) for x in reversed(classes) if is_own(x)]:  # `getattr` makes a new method at each call
         keys = [key for key in shared if key[:2] != "__" or key == "__call__"]
         parts |= {f"{name}.{key}": (type(shared).get, shared, key) for key in keys}
-        # A default of the class, which the object may get a value of its own instead of; a slot
+        # Class defaults, which an object may override with a value of its own, and slots
         keys = [x for x in keys if not hasattr(shared[x], "__get__") or type(shared[x]).__name__ == "member_descriptor"]
         parts |= {f"{name}.{key}": (getattr, value, key) for key in keys if hasattr(value, key)}
     if hasattr(value, "__dict__") and not isinstance(value, type):
@@ -530,12 +530,12 @@ def length(container, _key) -> int:
 
 
 def readings(name: str, value, seen: set, names: set):
-    """(name, how to read it, of what, by which key) of all that a function or object reaches by names.
+    """Yield (name, how to read it, from what, by which key) for all that a function or object reaches by name.
 
-    `seen` gets the ids of what has been looked at, `names` all names in code. Of libraries, which have caches, only
-    numbers in attributes count.
+    `seen` collects the ids of visited objects, `names` all names that occur in code. In libraries, which keep caches,
+    only numeric attributes count.
     """
-    if not isinstance(value, nn.Module):  # what became a graph, was compiled, is a class's method or property
+    if not isinstance(value, nn.Module):  # unwrap CUDA graphs, compiled functions, methods and properties
         value = getattr(value, "module", value)
         while hasattr(value, "__wrapped__"):
             value = value.__wrapped__
@@ -546,7 +546,7 @@ def readings(name: str, value, seen: set, names: set):
         return
     if is_function:
         codes = [value.__code__]
-        for code in codes:  # grows by those of functions within it
+        for code in codes:  # grows by the code of nested functions
             codes += [x for x in code.co_consts if hasattr(x, "co_names")]
             names.update(code.co_names, (x for x in code.co_consts if isinstance(x, str)))  # getattr(x, "name")
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
@@ -555,7 +555,7 @@ def readings(name: str, value, seen: set, names: set):
         parts |= {f"{value.__name__}[{key}]": (getattr, value, key) for key in keys}
         parts |= {key: (dict.get, value.__globals__, key) for key in value.__globals__.keys() & names}
         parts |= {"self": (getattr, value, "__self__")} if hasattr(value, "__self__") and "." not in name else {}
-    elif is_module:  # modules may have one another
+    elif is_module:  # modules may refer to each other
         keys = vars(value).keys() & names if name.count(".") < 3 else ()
         parts = {f"{name}.{key}": (dict.get, vars(value), key) for key in keys}
     elif type(value).__name__ == "partial":
@@ -567,7 +567,7 @@ def readings(name: str, value, seen: set, names: set):
     else:
         parts = attributes_of(name, value)
         layers = [x for x in type(value).__mro__ if issubclass(x, nn.Module) and not is_own(x)]
-        if len(layers) > 1:  # beside nn.Module itself: what a library's layer reads, no code here names
+        if len(layers) > 1:  # a library's layer: it reads attributes that no code here names
             names.update(key for key, x in vars(value).items() if isinstance(x, bool | int | float | str))
     seen.update([] if is_module else [id(value)])  # other code may name other parts of a module
     for key, (read, *source) in parts.items():
@@ -577,10 +577,10 @@ def readings(name: str, value, seen: set, names: set):
 
 
 def refuse_changes(function):
-    """The function; but before each call it is checked that all it reads, numbers and objects, is that of the first.
+    """Wrap a function to check, before each call, that the numbers and objects it reads are those of the first call.
 
-    Compiled code and CUDA graphs keep what they have read at first: a change would be ignored in silence. So it ends
-    the program, with its name and exit code 2, compiled or not. Tensors may change in place. A check takes some
+    Compiled code and CUDA graphs keep the values that they first read and would silently ignore a change. So a change
+    ends the program, with its name and exit code 2, compiled or not. Tensors may change in place. A check takes a few
     microseconds.
     """
     call, found_names, groups, first, ids = tensors_only(function), [], [], [], []
@@ -588,7 +588,7 @@ def refuse_changes(function):
     def checked(*inputs):
         if not groups:
             names = {"training"}
-            found = list(readings("", function, set(), names))  # of attributes, those count that some code names
+            found = list(readings("", function, set(), names))  # only attributes that some code names
             found = [x for x in found if "." not in x[0] or x[0][-1] == "]" or x[0].rpartition(".")[2] in names]
             for how in dict.fromkeys(x[1] for x in found):
                 group = [x for x in found if x[1] is how]
@@ -608,9 +608,9 @@ def refuse_changes(function):
 
 
 def tensors_only(function):
-    """The function, compiled or a graph, with SystemExit(2) for an argument that is no tensor, which it would keep.
+    """Wrap a compiled function or graph: SystemExit(2) for an argument that is no tensor, which it would freeze.
 
-    And for code that can't be compiled.
+    Likewise for code that can't be compiled.
     """
 
     def checked(*inputs):
@@ -645,18 +645,18 @@ def check_equal(names: list[str], first: list, now: list) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    """End with one line and exit code 2: the input is wrong."""
+    """Report invalid input in one line and end with exit code 2."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def num_cores() -> int:
-    """How many CPU cores this process may use; all there are, on a system that does not tell."""
+    """Number of CPU cores this process may use; on a system that does not tell, all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
-    """The library that makes the environments; SystemExit(2) if none knows the id, with the ids that come near."""
+    """The library that makes the environments; SystemExit(2) with similar ids if none knows the id."""
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
     libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"], []
     for library in libraries if in_process else reversed(libraries):
@@ -682,7 +682,7 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     if multiprocessing.parent_process() is not None:
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.SIG_IGN)
-    # No warnings that nobody can act upon: of old ids, which published results are of, and of old attributes in models
+    # No warnings that nobody can act on: about old ids, which published results use, and old attributes in models
     warnings.filterwarnings("ignore", ".*out of date")
     if "mujoco" in str(env):
         importlib.import_module("mujoco").set_mju_user_warning(lambda _message: None)
@@ -724,10 +724,10 @@ class SyncEnvs:
 
 @contextlib.contextmanager
 def light_start():
-    """Worker processes started herein ignore signals, have one thread, and do not import this file.
+    """Worker processes started in this context ignore signals, have one thread, and do not import this file.
 
-    Else multiprocessing imports the main module in each, and PyTorch with it: 1.6 s and 230 MB instead of 0.2 s and
-    40 MB. So, meanwhile, an empty module takes its place.
+    Otherwise multiprocessing imports the main module in each, and with it PyTorch: 1.6 s and 230 MB instead of 0.2 s
+    and 40 MB. So an empty module takes its place meanwhile.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
@@ -746,12 +746,12 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
     multiprocessing.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
     with light_start():
         vector = gym.vector.AsyncVectorEnv(env_fns, context="forkserver")
-    atexit.register(lambda: [process.kill() for process in vector.processes])  # else a run that broke may wait for them
+    atexit.register(lambda: [process.kill() for process in vector.processes])  # else a failed run may wait for them
     return vector
 
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
-    """Raise a ValueError at a NaN or infinity; in terminal observations, whose value does not count, it is set to 0."""
+    """Raise a ValueError at NaN or infinity; in terminal observations, whose value is not used, set them to 0."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
         obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
@@ -782,8 +782,8 @@ def without(settings: dict, names: set[str]) -> dict:
 class Envs:
     """N environments side by side: flat observations (N, O); actions (N, A), or (N,) where they are discrete.
 
-    Autoreset is one step late, whatever the backend: the observation at an episode's end is its true last one, and the
-    next step ignores its action, resets that environment and returns reward 0. This row is no step of the environment.
+    Autoreset happens one step late, whatever the backend: the observation at an episode's end is its true last one; the
+    next step ignores its action, resets that environment and returns reward 0. This row does not count as a step.
     """
 
     def __init__(self, args: Args, seeds: list[int]):
@@ -799,15 +799,15 @@ class Envs:
                 self.vector = importlib.import_module("envpool").make_gymnasium(args.env_id, seed=seeds, **settings)
                 self.observation_space, self.action_space = self.vector.observation_space, self.vector.action_space
             else:
-                # A record instead of the id, since what this file registers is unknown in a worker process
+                # The spec instead of the id, since a worker process does not know what this file registers
                 env_fns = [partial(make_env, gym.registry.get(args.env_id, args.env_id), settings)] * len(seeds)
                 self.vector = (SyncEnvs if in_process else worker_envs)(env_fns)
                 self.observation_space = self.vector.single_observation_space
                 self.action_space = self.vector.single_action_space
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
-        except Exception as error:  # whatever a constructor brings up
+        except Exception as error:  # anything a constructor may raise
             fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}")
-        self.action_shape = (len(seeds), *(self.action_space.shape or ()))  # those of some spaces are None
+        self.action_shape = (len(seeds), *(self.action_space.shape or ()))  # the shape of some spaces is None
         where = "threads" if self.backend == "envpool" else "this process" if in_process else "worker processes"
         self.summary = f"environments: {len(seeds)} by {self.backend}, in {where}"
         warn_of_pixels(self.observation_space, self.obs_dim)
@@ -848,7 +848,7 @@ class Envs:
         workers = getattr(self.vector, "processes", ()) if is_pipe else ()
         if workers:
             time.sleep(0.1)  # until exit codes are there
-            self.vector.closed = True  # else, at exit, it would wait for the answer of the dead
+            self.vector.closed = True  # else it would wait at exit for the answer of a dead worker
         dead = [f"{i} (exit code {p.exitcode})" for i, p in enumerate(workers) if p.exitcode]
         if dead:
             return f"environment worker {', '.join(dead)} died"
@@ -872,7 +872,7 @@ class Envs:
 
 
 def bounded_actions(space: gym.Space) -> tuple[np.ndarray, np.ndarray]:
-    """The least and the greatest action, (A,) each; SystemExit(2) unless that is a Box of floats with finite bounds."""
+    """Lowest and highest action, (A,) each; SystemExit(2) unless the space is a Box of floats with finite bounds."""
     if not isinstance(space, gym.spaces.Box) or space.dtype.kind != "f" or not space.is_bounded():
         fail(f"actions are {space}; this script is for a Box of floats with finite bounds")
     if (space.low == space.high).any():
@@ -881,10 +881,10 @@ def bounded_actions(space: gym.Space) -> tuple[np.ndarray, np.ndarray]:
 
 
 def set_matmul_precision(precision: str, device: torch.device) -> None:
-    """Set how float32 matrices are multiplied; `auto`: by TF32 on CUDA, on a CPU the fastest way that is as exact.
+    """Set the precision of float32 matrix products; `auto`: TF32 on CUDA, on a CPU the fastest mode that is as exact.
 
-    On CPUs of other makers than Intel, oneDNN (`medium`) is up to twice as fast as MKL, and as exact if it does not
-    round to bfloat16. Errors are measured, not times, so that a machine decides the same each time.
+    On CPUs not made by Intel, oneDNN (`medium`) is up to twice as fast as MKL, and as exact if it does not round to
+    bfloat16. The choice depends on measured errors, not times, so that a machine always makes the same one.
     """
     if precision == "auto" and device.type == "cuda":
         precision = "high"
@@ -922,7 +922,7 @@ def validate(args: Args) -> torch.device:
 
 
 def typed_flags() -> list[str]:
-    """What was typed, CleanRL's --cuda as ours; SystemExit(2) at its flags that are not here, with what there is."""
+    """The command line, with CleanRL's --cuda translated; SystemExit(2) for its other flags, with a replacement."""
     words = [{"--cuda": "--device=auto", "--no-cuda": "--device=cpu"}.get(word, word) for word in sys.argv[1:]]
     instead = {"--torch-deterministic": "runs on a CPU always are", "--save-model": "each run leaves checkpoint.pt"}
     instead["--capture-video"] = "./run.sh evaluate RUN_DIR --video FILE.mp4"
@@ -933,18 +933,18 @@ def typed_flags() -> list[str]:
 
 
 def load_checkpoint(args: Args) -> tuple[Args, dict]:
-    """The settings and the checkpoint of the run to resume; without --resume the settings as they are, and nothing."""
+    """Settings and checkpoint of the run to resume; without --resume, the settings as given and an empty dict."""
     if args.resume is None:
         if args.override:
             fail("--override changes settings of a run that goes on; it needs --resume RUN")
         return args, {}
     try:
-        # Mapped, not read: a replay buffer goes from the file straight to its place
+        # Memory-mapped: a replay buffer is copied from the file directly to its place
         checkpoint = torch.load(Path(args.resume, "checkpoint.pt"), map_location="cpu", weights_only=True, mmap=True)
         if checkpoint["script"] != Path(__file__).name:
             raise ValueError(f"this is a run of {checkpoint['script']}")
         saved = Args(**checkpoint["args"])
-    except Exception as error:  # whatever unpickling a broken file brings up
+    except Exception as error:  # anything unpickling a broken file may raise
         fail(f"can't resume {args.resume}: {type(error).__name__}: {error}")
     flags = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv[1:] if word.startswith("--")]
     other_names = {"cuda": "device", "start_e": "epsilon_start", "end_e": "epsilon_end"}  # CleanRL's
@@ -980,7 +980,7 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
 
 
 def lock(file) -> bool:
-    """Keep other processes from taking this file until it is closed; whether none of them has taken it before."""
+    """Lock this file against other processes until it is closed; False if another process holds the lock."""
     try:
         import fcntl
 
@@ -993,7 +993,7 @@ def lock(file) -> bool:
 
 
 def check_storable(name: str, value) -> None:
-    """Refuse what a checkpoint can be written with, but not read: safe loading knows no NumPy and no own classes."""
+    """Refuse values that can be written to a checkpoint but not read: safe loading rejects NumPy and custom classes."""
     parts = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list | tuple) else {}
     for key, part in parts.items():
         check_storable(f"{name}[{key!r}]", part)
@@ -1004,11 +1004,11 @@ def check_storable(name: str, value) -> None:
 class Run:
     """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
 
-    At the first SIGINT or SIGTERM `stopped_by` is set, and the loop is to end. A second one of the same kind kills.
+    The first SIGINT or SIGTERM sets `stopped_by`, and the loop should end. A second one of the same kind kills.
     """
 
     def __init__(self, args: Args):
-        """Take up the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
+        """Load the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
         self.args, self.checkpoint = load_checkpoint(args)
         self.device = validate(self.args)
         counters = (self.checkpoint.get(name, 0) for name in ("global_step", "iteration", "num_updates", "seconds"))
@@ -1021,7 +1021,7 @@ class Run:
         torch.manual_seed(self.args.seed)
 
     def env_seeds(self, num_envs: int) -> list[int]:
-        """A seed for each environment: 31 bits, as EnvPool takes them; others for each run, and after a resume."""
+        """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
     def restore(self) -> None:
@@ -1040,7 +1040,7 @@ class Run:
         self.checkpoint = None  # frees a replay buffer
 
     def open(self, envs, **state) -> None:
-        """Load the parts of `state` from a checkpoint, to which they will be saved; open the run's folder."""
+        """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
         if self.checkpoint:
@@ -1116,7 +1116,7 @@ class Run:
         signal.signal(signum, signal.SIG_DFL)
 
     def keep_rng(self) -> None:
-        """Note the random state as of now: a rollout that is broken off has drawn numbers which must not count."""
+        """Record the random state for the next checkpoint: numbers drawn in an interrupted rollout must not count."""
         name, keys, *rest = np.random.get_state()
         self.rng = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state()}
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
@@ -1151,7 +1151,7 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        """Write the checkpoint beside the old one, then put it in its place: at any moment the disk has a whole one."""
+        """Write the checkpoint beside the old one, then replace that: a complete one is on disk at all times."""
         modules = [part for part in self.state.values() if isinstance(part, nn.Module)]
         if not all(weight.isfinite().all() for module in modules for weight in module.parameters()):
             sys.exit(f"error: weights are NaN or infinite at step {self.step}; {self.hint()}")
@@ -1178,12 +1178,12 @@ class Run:
         return self.step < self.args.total_timesteps and self.stopped_by is None
 
     def is_due(self) -> bool:
-        """Whether the log is, or a checkpoint, which comes with a line of the log, or whether this is the end."""
+        """Whether to log now: a log line or a checkpoint, which comes with a log line, is due, or the run ends."""
         intervals = (self.args.log_every, self.checkpoint_every)
         return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
 
     def stop_if_asked(self) -> None:
-        """In a rollout: end the run as of its last update after a signal, since a rollout may take minutes."""
+        """After a signal, end the run within a rollout, which may take minutes, with the state of its last update."""
         if self.stopped_by is not None:
             self.close()
 

@@ -32,7 +32,7 @@ RLLIB_PYTHON = Path(os.environ.get("RLLIB_PYTHON", ROOT / ".venv-rllib" / "bin" 
 
 
 def fail(message: str) -> NoReturn:
-    """End with one line and exit code 2: the input is wrong."""
+    """Report invalid input in one line and end with exit code 2."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
