@@ -73,7 +73,7 @@ def test_a_result_is_not_replaced_by_one_that_does_not_stand_for_it(tmp_path, ca
     assert "is of 2 cores of Another CPU" in refused()
 
 
-def test_the_overview_is_of_the_machine_measured_last(tmp_path, monkeypatch):
+def test_the_overview_is_of_the_machine_measured_most_and_last(tmp_path, monkeypatch):
     """Of those that have both, speeds beside SB3 and the time to a score; a speed is shown as a multiple of SB3's.
 
     A time is a lower bound where a run never got there.
@@ -93,6 +93,9 @@ def test_the_overview_is_of_the_machine_measured_last(tmp_path, monkeypatch):
     write("time_to_score/b.json", "new", "2026-01-02", contestants=times | {"sb3": [*times["eager"], late]})
     write("throughput/ppo.json", "old", "2026-01-01", contestants={"sb3": speeds["sb3"]})
     write("throughput/new/ppo.json", "new", "2026-01-02", contestants=speeds)
+    write("throughput/fewer/ppo.json", "fewer pairs", "2026-01-09", contestants={"sb3": speeds["sb3"]})
+    write("time_to_score/c.json", "fewer pairs", "2026-01-09", contestants={"sb3": times["eager"]})
+    write("throughput/new/dqn.json", "new", "2026-01-02", contestants=speeds, script="dqn", env_id="Acrobot-v1")
     write("throughput/new/ppo_b.json", "new", "2026-01-03", contestants=speeds, flags="--num-envs 8")
     write("throughput/alone/ppo.json", "speeds only", "2026-01-04", contestants=speeds)
     drawn = {}
@@ -104,6 +107,7 @@ def test_the_overview_is_of_the_machine_measured_last(tmp_path, monkeypatch):
     monkeypatch.setattr(readme.plots, "draw_bars", note_bars)
     readme.draw_overview(tmp_path)
     group = drawn.pop("ppo\nCartPole-v1")
+    assert drawn.pop("dqn\nAcrobot-v1") == group
     assert {name: value for name, (value, _) in group.items()} == {"eager": 3, "sbx": 2}
     assert drawn == {"eager": "", "sb3": "≥ "} and (tmp_path / "overview.png").exists()
 

@@ -411,7 +411,7 @@ SECTIONS = {
 def draw_overview(results: Path) -> None:
     """README's picture, `overview.png`: speeds as multiples of SB3's, and the seconds to a score, on one machine.
 
-    The machine is the one that was measured last, of those that have both.
+    The machine is the one with the most pairs, of those that have both; of several, the one measured last.
     """
     speeds, scores = {}, {}
     for path in results.glob("throughput/**/*.json"):
@@ -421,7 +421,9 @@ def draw_overview(results: Path) -> None:
     for path in sorted(results.glob("time_to_score/*.json")):
         result = json.loads(path.read_text())
         scores.setdefault(machine_of(result["provenance"]), []).append(result)
-    both = {max(x["provenance"]["date"] for x in speeds[name]): name for name in speeds.keys() & scores.keys()}
+    both = {
+        (len(speeds[x]), max(own["provenance"]["date"] for own in speeds[x])): x for x in speeds.keys() & scores.keys()
+    }
     if not both:
         return
     machine = both[max(both)]
