@@ -1,7 +1,7 @@
 """The commands of run.sh: python -m benchmarks COMMAND [FLAGS].
 
-A command is a module with a `main`. What it needs is looked for before it is imported, so that a machine that lacks
-something is told so in one line.
+A command is a module with a `main`. Required packages are checked before it is imported, so that a missing one is
+reported in one line.
 """
 
 import importlib
@@ -30,7 +30,7 @@ COMMANDS = {
     "time-to-score": "benchmarks.learning.time_to_score",
     "tune": "benchmarks.learning.tune",
 }
-NEEDED = ("torch", "tensordict", "gymnasium", "numpy", "tyro", "tqdm", "matplotlib")  # by all that is imported here
+NEEDED = ("torch", "tensordict", "gymnasium", "numpy", "tyro", "tqdm", "matplotlib")  # to import any command
 
 
 def main(arguments: list[str]) -> int | None:

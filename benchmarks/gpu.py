@@ -1,15 +1,14 @@
-"""All that takes a GPU, in three commands without network: ./run.sh gpu correctness|speed|more OUT_DIR.
+"""Everything that needs a GPU, in three commands that need no network: ./run.sh gpu correctness|speed|more OUT_DIR.
 
-Each begins with what matters most and keeps what it has when the time is up or it is stopped. With PYTHON=... it runs
-with what that Python has and installs nothing; --dry-run goes the same way on a CPU, at toy size.
+Each starts with what matters most and keeps its results so far when time runs out or it is stopped. With PYTHON=... it
+uses the packages of that Python and installs nothing; --dry-run does the same on a CPU, at toy size.
 
-Measures: `correctness`, for each pair, whether its compiled file computes what the eager one does, by each of the four
-combinations of --compile and --cudagraphs, and the tests that need CUDA; `speed`, the pairs one after the other, steady
-steps/s of eager, compile, cudagraphs, both, and LeanRL if --leanrl names its folder; `more`, how fast each network
-acts, for how much of the time the device is busy and with how many kernels a step, and how fast environments are
-sampled.
+Measures: `correctness`: for each pair, whether the compiled script computes what the eager one does, with each of the
+four combinations of --compile and --cudagraphs, and the tests that need CUDA; `speed`: pair by pair, the steady steps/s
+of eager, compile, cudagraphs, both, and of LeanRL if --leanrl names its folder; `more`: how fast each network acts,
+what fraction of the time the device is busy and with how many kernels per step, and how fast environments are sampled.
 Takes: nine minutes at most each, or --time-limit.
-Leaves: in OUT_DIR the stage's Markdown and, for each of its parts, JSON and a figure. Each file is whole at any moment.
+Leaves: in OUT_DIR the stage's Markdown and, for each of its parts, JSON and a figure. No file is ever half-written.
 """
 
 import json
@@ -45,38 +44,38 @@ from benchmarks.common.results import (
 from benchmarks.throughput import device_use, gpu_speed, leanrl, parity, throughput
 
 FIRST = tuple(TABLE)  # pairs, in this order
-# With eager: first what can't spoil the process for what follows, as a recording that fails can; then the important
+# Compared with eager: first what can't break the process for the rest, as a failed recording can; then the main ones
 COMPARED = ("compile", "lean", "compile+cudagraphs", "cudagraphs")
-# Of the ways to run a network those that can be compiled in time
+# The ways to run a network that can be compiled in time
 PATHS = ("eager", "inductor", "inductor/reduce-overhead", "CudaGraphModule", "inductor+CudaGraphModule")
-# Those on a device, side by side; not those of what a graph refuses, after which a process is of no use
+# The tests on a device, in parallel; without those of what a graph refuses, which leave a process unusable
 CUDA_TESTS = ("tests/test_pairs.py", "tests/test_graphs.py", "tests/test_math.py", "tests/test_atari.py")
 CUDA_TESTS += ("-k", "cuda and not refused_with_its_line")
-NEEDED = ("envpool", "mujoco", "tensorboard")  # by the scripts; what this program imports was looked for before
+NEEDED = ("envpool", "mujoco", "tensorboard")  # by the scripts; what this program imports has been checked before
 
 
 @dataclass
 class Options:
     stage: tyro.conf.Positional[Literal["correctness", "speed", "more"]]  # what to measure
     out: tyro.conf.Positional[Path]  # folder of the results
-    scripts: tuple[str, ...] = ()  # pairs to measure, by the names of their eager twins; by default all
+    scripts: tuple[str, ...] = ()  # pairs to measure, by the name of the eager script; by default all that can run here
     leanrl: Path | None = None  # folder of LeanRL, to measure its scripts beside ours
-    time_limit: float = 525.0  # seconds for everything
-    cache: Path | None = None  # folder for compiled code, to have it in a stage after; by default it is deleted
-    memory_gib: float | None = None  # of the host, for all processes; by default what is free when a part starts
-    dry_run: bool = False  # the same on a CPU, at toy size, to see that all works
+    time_limit: float = 525.0  # seconds for the whole stage
+    cache: Path | None = None  # folder for compiled code, kept for a later stage; by default a temporary one
+    memory_gib: float | None = None  # host memory for all processes; by default what is free when a part starts
+    dry_run: bool = False  # the same on a CPU, at toy size, to check that everything works
 
 
 @dataclass
 class Plan:
-    """What is measured: on a GPU as much as the time is enough for."""
+    """What is measured: by default, as much as there is time for on a GPU."""
 
     device: str = "cuda"
     compared: tuple[str, ...] = COMPARED
     tests: tuple[str, ...] = CUDA_TESTS  # of pytest
     variants: tuple[str, ...] = ("eager", "compile+cudagraphs", "compile", "cudagraphs")
-    window: float = 1.5  # seconds that a script is awake
-    rounds: int = 6  # times that it is, at most
+    window: float = 1.5  # seconds that a script is awake in each of its turns
+    rounds: int = 6  # number of turns, at most
     inference: dict = field(default_factory=lambda: {"batch_sizes": (1, 64, 4096), "seconds": 0.08, "paths": PATHS})
     rollout: dict = field(default_factory=lambda: {"num_envs": (8,), "backends": ("envpool",), "seconds": 1.0})
     profiled: tuple[str, ...] = ("compile+cudagraphs", "compile", "eager")
@@ -99,7 +98,7 @@ TOY = Plan(
 
 
 class Report:
-    """The output folder of a stage: what is known so far, and how each of its parts stands."""
+    """The output folder of a stage: the results so far, and the status of each part."""
 
     def __init__(self, out: Path, stage: str, is_dry_run: bool):
         self.out, self.path, self.provenance = out, out / f"{stage}.md", provenance()
@@ -107,7 +106,7 @@ class Report:
         self.title = "A dry run on a CPU: no figure below means anything" if is_dry_run else "Measured on one GPU"
 
     def write(self, part: str, status: str, lines: list[str] | None = None, results=None) -> None:
-        """Say how a part stands; where they are new, write its results, as JSON, and what Markdown says on them."""
+        """Record the status of a part; if there are new results, write them as JSON and their Markdown."""
         self.status[part] = status
         if lines is not None:
             self.lines[part] = lines
@@ -118,7 +117,7 @@ class Report:
         write_whole(self.path, "\n".join(text) + "\n")
 
     def draw(self, part: str, function: Callable, results) -> None:
-        """A figure of a part; until it is whole the one before stays."""
+        """Draw the figure of a part; the previous one stays until the new one is complete."""
         with tempfile.TemporaryDirectory() as folder:
             function(results, Path(folder, "new.png"))
             write_whole(self.out / f"{part}.png", Path(folder, "new.png").read_bytes())
@@ -137,7 +136,7 @@ class Task:
     deadline: float  # on the clock of time.perf_counter()
 
     def share(self, place: int, count: int) -> float:
-        """Seconds for one of `count` things that are measured one after the other: what is left, in equal shares."""
+        """Seconds for item `place` of `count` measured one after the other: the time left, in equal shares."""
         return max(0.0, self.deadline - time.perf_counter()) / (count - place)
 
 
@@ -176,7 +175,7 @@ def compare_pairs(task: Task) -> None:
 
 
 def read_tests(output: str) -> dict[str, str]:
-    """The outcome of each test in the output of `pytest -v`, however far it came."""
+    """The outcome of each test in the output of `pytest -v`, which may be incomplete."""
     outcomes = "PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS"
     alone = re.findall(rf"^(tests/\S+::.+?) ({outcomes})\b", output, re.MULTILINE)
     beside = re.findall(rf"^\[gw\d+\] \[ *\d+%\] ({outcomes}) (tests/\S+::.+?) *$", output, re.MULTILINE)
@@ -201,7 +200,7 @@ def run_tests(task: Task) -> None:
 
 
 def report_tests(child: processes.Child, report: Report) -> None:
-    """What the tests have come to so far."""
+    """Report the outcomes of the tests so far."""
     found = read_tests(child.output.read_text(errors="replace"))
     outcomes = list(found.values())
     counts = ", ".join(f"{outcomes.count(x)} {x.lower()}" for x in dict.fromkeys(outcomes)) or "none has ended"
@@ -228,7 +227,7 @@ def speed_lines(results: list[dict]) -> list[str]:
 
 
 def contestants_of(task: Task, script: str) -> dict[str, gpu_speed.Contestant]:
-    """The variants of a pair, and LeanRL's counterpart, if there is one, ready to be started."""
+    """The variants of a pair and LeanRL's counterpart, if any, ready to be started."""
     programs = {}
     for variant in task.plan.variants:
         folder = str(task.work / f"{script}.{variant}")
@@ -244,9 +243,9 @@ def contestants_of(task: Task, script: str) -> dict[str, gpu_speed.Contestant]:
 
 
 def one_by_one(task: Task, things: list[str], measure: Callable[[str, float], None]) -> None:
-    """Measure things one after the other, each within its share of what is left of the time.
+    """Measure things one after the other, each within its share of the time left.
 
-    One that fails leaves the others alone; all failures are told at the end.
+    A failure does not stop the others; all failures are reported at the end.
     """
     failures = []
     for i, thing in enumerate(things):
@@ -318,7 +317,7 @@ def measure_rollout(task: Task) -> None:
     rollout.measure(options, task.share(0, 1), tqdm(disable=True), on_result)
 
 
-# Of each stage the parts, the most important first, with the share that each may take of the time that is left
+# The parts of each stage, the most important first, each with the share of the remaining time that it may take
 STAGES: dict[str, dict[str, tuple[Callable[[Task], None], float]]] = {
     "correctness": {"parity": (compare_pairs, 0.7), "tests": (run_tests, 1.0)},
     "speed": {"speed": (measure_speeds, 1.0)},
@@ -350,7 +349,7 @@ def check(options: Options) -> list[str]:
 
 
 def run_part(name: str, part: Callable[[Task], None], task: Task) -> None:
-    """Run a part of a stage; whatever ends it is told, and the parts after it may still work."""
+    """Run a part of a stage; whatever ends it is reported, and the later parts still run."""
     begin = time.perf_counter()
     task.report.write(name, "running")
     try:

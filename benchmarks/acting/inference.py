@@ -1,17 +1,17 @@
-"""How fast each network acts, by each way to run it: ./run.sh inference.
+"""How fast each network acts, with each way to run it: ./run.sh inference.
 
-The whole act function (action, log-probability, value; see `acting/networks.py`) of each script's network and of
-RLlib's default CNN, by each path of `acting/paths.py`, for batches of 1 to 16384 observations. For each network and
-path there is a process of its own, so that none can spoil or crash another: it compiles and checks, then waits for its
-turn, then times the path and eager PyTorch in interleaved blocks, on one thread.
+Runs the whole act function (action, log-probability, value; see `acting/networks.py`) of each script's network and of
+RLlib's default CNN, by each path of `acting/paths.py`, on batches of 1 to 16384 observations. Each network and path has
+its own process, so that none can disturb or crash another: it compiles and checks its outputs, waits for its turn, then
+times the path and eager PyTorch in interleaved blocks, on one thread.
 
-A path counts only if its outputs equal those of eager with the same weights, and follow an optimizer step, by
-themselves or after a refresh whose cost is counted.
+A path counts only if its outputs equal those of eager PyTorch with the same weights, and if they follow an optimizer
+step, automatically or after a refresh whose cost is counted.
 
-Measures: wall and processor time of a call beside eager's, the time to compile and to refresh, and when it pays.
+Measures: wall and processor time per call beside eager's, the time to compile and to refresh, and when these pay off.
 Takes: at the defaults most of an hour on two cores; --networks, --paths and --batch-sizes shorten it, --smoke takes one
 minute.
-Leaves: in --out a JSON file for each network and device and, of all that lie there, inference.md and inference.png.
+Leaves: in --out a JSON file per network and device, and inference.md and inference.png from all JSON files there.
 """
 
 import json
@@ -32,7 +32,7 @@ from benchmarks.common import plots, turns
 from benchmarks.common.programs import check_known, check_positive, fail
 from benchmarks.common.results import describe, make_folder, provenance, stoppable, table, write_json
 
-NOISE = "eager"  # the path that is measured against itself: what it gains is the error of all the others
+NOISE = "eager"  # the path that is measured against itself: its apparent gain is the error of all the others
 SMOKE_PATHS = ("eager", "aot_eager", "inductor", "numpy")
 
 INTRODUCTION = f"""
@@ -50,19 +50,19 @@ or do once refreshed, or are stale.
 class Options:
     networks: tuple[str, ...] = ()  # by default all: the scripts, and rllib_cnn
     paths: tuple[str, ...] = ()  # by default all that exist for the device
-    batch_sizes: tuple[int, ...] = (1, 4, 16, 64, 256, 1024, 4096, 16384)  # observations in a call
-    devices: tuple[str, ...] = ()  # by default cpu, and cuda if there is one
-    threads: int = 1  # of PyTorch and of onnxruntime
-    seconds: float = 0.5  # that each contestant is timed, for each batch size
-    jobs: int = 0  # processes that compile side by side; by default one for each core
-    timeout: float = 600.0  # seconds that a process may take to compile, and to measure
-    time_limit: float = float("inf")  # seconds for everything; what is not done by then is said to be missing
-    smoke: bool = False  # a short run, to see that all works: one network, two batch sizes, few paths
-    out: Path = Path("runs/inference")  # folder of the results; those of the README: benchmarks/results/inference
+    batch_sizes: tuple[int, ...] = (1, 4, 16, 64, 256, 1024, 4096, 16384)  # observations per call
+    devices: tuple[str, ...] = ()  # by default cpu, and cuda if available
+    threads: int = 1  # threads of PyTorch and of onnxruntime
+    seconds: float = 0.5  # seconds for which each contestant is timed, at each batch size
+    jobs: int = 0  # processes that compile in parallel; by default one per core
+    timeout: float = 600.0  # seconds that a process may take to compile, and again to measure
+    time_limit: float = float("inf")  # seconds for everything; what is not done by then is reported as missing
+    smoke: bool = False  # a short run, to check that everything works: one network, two batch sizes, few paths
+    out: Path = Path("runs/inference")  # results folder; the README's results are in benchmarks/results/inference
 
 
 def check(options: Options) -> Options:
-    """Refuse what can't work; returns the options with what they leave open filled in."""
+    """Refuse what can't work; returns the options with the defaults filled in."""
     import torch
 
     if options.smoke:
@@ -90,7 +90,7 @@ def result_of(network: str, device: str, options: Options, cells: list[dict]) ->
 
 
 def measure(options: Options, time_limit: float, bar: tqdm, on_result: Callable[[dict], None]) -> None:
-    """Measure all that checked options say; `on_result` gets the result of a network once its paths had their turns."""
+    """Measure what the checked options name; `on_result` gets a network's result once all its paths have had turns."""
     shared = {"threads": options.threads, "seconds": options.seconds, "batch_sizes": options.batch_sizes}
     cases, cells = [], {}
     for network in options.networks:
@@ -117,9 +117,9 @@ def trusted(cell: dict) -> bool:
 
 
 def best_of(cells: list[dict]) -> dict | None:
-    """The fastest trusted path of one batch size, by the lower end of its interval; None if eager may be as fast.
+    """The fastest trusted path for one batch size, by the lower end of its interval; None if eager may be as fast.
 
-    Eager measured against itself may seem to gain, too: what lies within that is no gain.
+    Eager measured against itself may appear to gain, too; a gain within that range does not count.
     """
     noise = max([1.0, *(x["interval"][1] for x in cells if x["path"] == NOISE and "interval" in x)])
     faster = [x for x in cells if trusted(x) and x["path"] != NOISE and x["interval"][0] > noise]
@@ -131,13 +131,13 @@ def percent(speedup: float) -> str:
 
 
 def best_paths(result: dict) -> dict[int, str]:
-    """The best path of each batch size, with its gain and, if it must be refreshed after an update, what that takes."""
+    """The best path for each batch size, with its gain and, if it needs a refresh after updates, the refresh time."""
     best = {size: best_of([x for x in result["cells"] if x["batch_size"] == size]) for size in result["batch_sizes"]}
     return {size: f"{x['path']} ({percent(x['speedup'])} %{refresh_of(x)})" if x else NOISE for size, x in best.items()}
 
 
 def refresh_of(cell: dict) -> str:
-    """What an update of the weights costs a path that has a copy of them, and how many calls make up for it."""
+    """For a path that copies the weights: the cost of refreshing them, and after how many calls that has paid off."""
     if not cell["refresh_seconds"]:
         return ""
     ms, number = f"{1e3 * cell['refresh_seconds']:.1f}", calls(cell["refresh_calls"])
@@ -179,7 +179,7 @@ def section(result: dict) -> list[str]:
 
 
 def draw(results: list[dict], path: Path) -> None:
-    """A heat map for each network and device: paths by batch sizes, colour and figure are the gain over eager."""
+    """A heat map for each network and device, paths by batch sizes; colour and number show the gain over eager."""
     paths_of = [list(dict.fromkeys(cell["path"] for cell in result["cells"])) for result in results]
     size = (2.8 + 0.75 * max(len(result["batch_sizes"]) for result in results), 1.1 + 0.3 * max(map(len, paths_of)))
     columns = min(len(results), 2)

@@ -1,7 +1,7 @@
 """One network by one path, in a process of its own: python -m benchmarks.acting.inference_worker SETTINGS, as JSON.
 
 Builds the path for each batch size and checks its outputs, freezes until it is woken, then times it beside eager.
-Writes a row, a JSON object a line, for each batch size: a path that fails at once, the others with their times.
+Writes one JSON line per batch size: failures to build at once, the others when they have been timed.
 """
 
 import json
@@ -21,9 +21,9 @@ from benchmarks.acting.paths import Built, build
 from benchmarks.common import stats, steady, turns
 
 TOLERANCE = 1e-4  # of outputs, absolute below 1 and relative above: float32 sums in another order
-FIRST_CALLS = 4  # that still compile, or record a graph
-FLIPS = 1e-3  # share of discrete actions that may differ, where rounding decides between two that are as good
-REFRESHES = 5  # that are timed
+FIRST_CALLS = 4  # calls that may still compile, or record a graph
+FLIPS = 1e-3  # share of discrete actions that may differ, as rounding decides between equally good ones
+REFRESHES = 5  # timed refreshes
 
 
 @dataclass
@@ -42,8 +42,8 @@ def copies(outputs) -> list[Tensor]:
 
 
 def difference(outputs: list[Tensor], expected: list[Tensor]) -> float:
-    """Largest difference of two lists of outputs (B, ...), relative to 1 or to what is larger; infinite if too many
-    discrete actions differ. In rows where one does, its log-probability and value are not compared."""
+    """Largest difference between two lists of outputs (B, ...), relative to the expected value or to 1 if larger;
+    infinite if too many discrete actions differ. Rows whose action differs are left out of the comparison."""
     if [x.shape for x in outputs] != [x.shape for x in expected]:
         return float("inf")
     same = torch.ones(len(expected[0]), dtype=torch.bool)
@@ -68,7 +68,7 @@ def take_step(act: nn.Module, inputs: tuple[Tensor, Tensor]) -> None:
 
 
 def follow_weights(act: nn.Module, built: Built, inputs: tuple[Tensor, Tensor]) -> tuple[str, float]:
-    """(verdict, seconds of a refresh): whether outputs follow an optimizer step, do so refreshed, or are stale."""
+    """(verdict, refresh seconds): outputs follow an optimizer step, do so only after a refresh, or are stale."""
     before = copies(act(*inputs))
     take_step(act, inputs)
     expected = copies(act(*inputs))
@@ -88,7 +88,7 @@ def follow_weights(act: nn.Module, built: Built, inputs: tuple[Tensor, Tensor]) 
 
 
 def prepare(settings: dict, batch_size: int) -> Case:
-    """Build a path for a batch size and find out all but its speed."""
+    """Build a path for a batch size and determine everything but its speed."""
     device = torch.device(settings["device"])
     act = make_act(settings["network"]).to(device)
     inputs = draw_inputs(settings["network"], act, batch_size, device)
@@ -149,7 +149,7 @@ def main(settings: dict) -> None:
         for batch_size in settings["batch_sizes"]:
             try:
                 cases.append(prepare(settings, batch_size))
-            except Exception as error:  # whatever a backend brings up is a result, and the other sizes may work
+            except Exception as error:  # any failure of a backend is a result, and other sizes may still work
                 row = {"path": settings["path"], "batch_size": batch_size, "error": turns.describe_error(error)}
                 file.write(json.dumps(row) + "\n")
         turns.wait_for_turn()

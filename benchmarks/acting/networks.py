@@ -1,8 +1,8 @@
 """What each algorithm computes to act, as one function of observation and noise: action, log-probability, value.
 
-The networks and their formulas are those of the scripts, imported from them. The noise is an argument, drawn beforehand
-as the PPO scripts do, so that two ways to run a function can be compared number by number. Where an algorithm has no
-log-probability or no value to act by, its function gives what it has.
+The networks and their formulas are imported from the scripts. The noise is an argument, drawn beforehand as in the PPO
+scripts, so that two ways to run a function can be compared number by number. Where acting involves no log-probability
+or no value, the function returns only what there is.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class Categorical(nn.Module):
     def __init__(self, script: ModuleType, obs_shape: tuple[int, ...], num_actions: int):
         super().__init__()
         self.num_actions, self.is_image = num_actions, len(obs_shape) != 1
-        sizes = (num_actions,) if self.is_image else (*obs_shape, num_actions)  # a CNN is for one size of images
+        sizes = (num_actions,) if self.is_image else (*obs_shape, num_actions)  # a CNN's image size is fixed
         self.agent = script.ActorCritic(*sizes)
 
     def draw_noise(self, rows: int) -> Tensor:
@@ -63,7 +63,7 @@ class Categorical(nn.Module):
 
 
 class PooledCategorical(Categorical):
-    """The same of PPO over a pool of environments, whose network takes an action and gives its log-probability."""
+    """The same for PPO on a pool of environments, whose network takes an action and returns its log-probability."""
 
     def __init__(self, script: ModuleType, obs_shape: tuple[int, ...], num_actions: int):
         nn.Module.__init__(self)
@@ -223,13 +223,13 @@ class RLlibCNN(nn.Module):
 KINDS = {
     x.__name__: x for x in (Categorical, PooledCategorical, Gaussian, EpsilonGreedy, SquashedGaussian, Deterministic)
 }
-# Of each pair: its function, the shape of an observation and the number of actions, as in its default environment
+# For each pair: its act function, and the observation shape and number of actions of its default environment
 NETWORKS = {name: (KINDS[pair.acts], pair.obs_shape, pair.num_actions) for name, pair in TABLE.items() if pair.acts}
 NETWORKS["rllib_cnn"] = (RLlibCNN, (4, 84, 84), 4)
 
 
 def make_act(name: str, seed: int = 1, obs_shape: tuple[int, ...] = (), num_actions: int = 0) -> nn.Module:
-    """The act function of a script, on the CPU, its weights drawn by a seed; for its environment or for other sizes."""
+    """A script's act function on the CPU, with weights from a seed, for its default environment or for other sizes."""
     kind, shape, number = NETWORKS[name]
     script = None if kind is RLlibCNN else load_script(SCRIPTS / f"{name}.py")
     torch.manual_seed(seed)
@@ -237,7 +237,7 @@ def make_act(name: str, seed: int = 1, obs_shape: tuple[int, ...] = (), num_acti
 
 
 def draw_inputs(name: str, act: nn.Module, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random observations (rows, ...), normal or bytes, and the noise of as many actions."""
+    """Random observations (rows, ...), normal or bytes, and the noise for as many actions."""
     kind, shape, _ = NETWORKS[name]
     if kind is not RLlibCNN and len(shape) > 1:
         return torch.randint(256, (rows, *shape), dtype=torch.uint8, device=device), act.draw_noise(rows).to(device)

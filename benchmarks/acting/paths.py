@@ -1,6 +1,6 @@
 """Ways to run an act function: eager, torch.compile's backends and modes, CUDA graphs, AOTInductor, onnxruntime, NumPy.
 
-Each is built for one shape of the inputs. A way that can't be built here raises, and says why.
+Each is built for one input shape. One that can't be built here raises an error that says why.
 """
 
 import importlib.util
@@ -24,12 +24,12 @@ class Built:
     """A way to run an act function, for one shape of the inputs."""
 
     call: Callable[..., Tensors]  # (obs, noise) -> outputs
-    refresh: Callable[[], None] | None = None  # takes over the weights of the module, where `call` has a copy of them
-    compiles: bool = False  # whether Dynamo must have compiled a frame at the first call
+    refresh: Callable[[], None] | None = None  # copies the module's weights again, if `call` works on a copy of them
+    compiles: bool = False  # whether Dynamo must have compiled a frame in the first call
 
 
 def path_names(device: torch.device) -> list[str]:
-    """All ways for a device, the eager one first: with every backend and mode that this PyTorch lists."""
+    """All ways for a device, eager first, including every backend and mode that this PyTorch lists."""
     modes = [mode for mode in torch._inductor.list_mode_options() if mode != "default"]
     backends = ["aot_eager", *torch._dynamo.list_backends()]
     compiled = [*backends, *(f"inductor/{mode}" for mode in modes), "inductor/cpp_wrapper"]
@@ -41,8 +41,8 @@ def path_names(device: torch.device) -> list[str]:
 def separate(act: nn.Module) -> Callable[..., Tensors]:
     """A function that runs the module, with a code object of its own.
 
-    Dynamo keeps what it compiled at the code object and goes through all of it at each call: without this, ten shapes
-    would slow each other down, and reach the limit of recompilations.
+    Dynamo stores compiled code by code object and searches all of it at each call: without this, ten shapes would slow
+    each other down and hit the recompilation limit.
     """
 
     def run(obs: Tensor, noise: Tensor) -> Tensors:
@@ -71,8 +71,8 @@ def build_graph(path: str, act: nn.Module) -> Built:
 def build_aoti(act: nn.Module, inputs: Tensors) -> Built:
     """AOTInductor, bound to the memory of the module's weights.
 
-    By default it has copies of them, and small ones are folded into the code for good; those of one element, like the
-    bias of a value, even if tensors are kept.
+    By default it copies them and folds small ones permanently into the code; those of one element, such as the bias of
+    a value head, even if constant tensors are to be kept.
     """
     fixed = {"always_keep_tensor_constants": True, "joint_graph_constant_folding": False}
     exported = torch.export.export(act, inputs)
@@ -93,14 +93,14 @@ def build_aoti(act: nn.Module, inputs: Tensors) -> Built:
 def build_ort(act: nn.Module, inputs: Tensors) -> Built:
     """onnxruntime on the CPU, with as many threads as PyTorch.
 
-    A session folds weights into its graph, whatever is passed as their new value: to refresh is to make another one.
+    A session folds the weights into its graph and ignores new values passed later: a refresh creates a new session.
     """
     import onnx
     import onnxruntime
 
     state, file, held = {name: x.clone() for name, x in act.state_dict().items()}, io.BytesIO(), {}
     for weights in act.parameters():
-        nn.init.normal_(weights)  # of equal tensors, like biases of zeros, the exporter would keep a single one
+        nn.init.normal_(weights)  # the exporter would merge equal tensors, such as zero biases, into one
     torch.onnx.export(act, inputs, file, dynamo=False, input_names=["obs", "noise"], do_constant_folding=False)
     act.load_state_dict(state)
     model = onnx.load_from_string(file.getvalue())
@@ -136,7 +136,7 @@ def build_numpy(act: nn.Module) -> Built:
 
 
 def build(path: str, act: nn.Module, inputs: Tensors) -> Built:
-    """A way to run an act function for inputs of this shape. What it takes is spent here and in the first calls."""
+    """A way to run an act function for inputs of this shape. Its set-up cost falls here and in the first calls."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if path == "eager":

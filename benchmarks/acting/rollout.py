@@ -1,11 +1,11 @@
-"""How fast environments are sampled, the policy compiled or not: ./run.sh rollout.
+"""How fast environments are sampled, with the policy compiled or not: ./run.sh rollout.
 
-End to end: observation -> action, log-probability, value -> step of all environments -> rows of a rollout, for a family
-of environments, a number of them and a backend. `--compile-actor` runs the act function (`acting/networks.py`) by a
-path of `acting/paths.py`; each is measured in a process of its own, in blocks interleaved with those of the
-uncompiled policy (`off`), on the same environments.
+End to end: observation -> action, log-probability, value -> step of all environments -> rows of a rollout, for each
+family of environments, number of environments and backend. `--compile-actor` runs the act function
+(`acting/networks.py`) by a path of `acting/paths.py`; each is measured in its own process, in blocks interleaved with
+blocks of the uncompiled policy (`off`) on the same environments.
 
-Measures: environment steps/s of sampling alone, beside those of the uncompiled policy; the time to compile is apart.
+Measures: environment steps/s of sampling alone, beside those of the uncompiled policy; compile time is separate.
 Takes: at the defaults about fifteen minutes on two cores; --families, --num-envs and --compile-actor shorten it.
 Leaves: in --out rollout.json, rollout.md and rollout.png.
 """
@@ -44,16 +44,16 @@ class Options:
     backends: tuple[Literal["gymnasium", "gymnasium-sync", "envpool"], ...] = BACKENDS  # what steps them
     compile_actor: tuple[Literal["off", "inductor", "aoti", "ort", "cudagraphs", "numpy"], ...] = ()  # default: all
     device: Literal["cpu", "cuda"] = "cpu"  # where the policy acts
-    threads: int = 1  # of PyTorch and of onnxruntime
-    seconds: float = 2.0  # that each contestant is timed
-    jobs: int = 0  # processes that compile side by side; by default one for each core
-    timeout: float = 600.0  # seconds that a process may take to compile, and to measure
-    time_limit: float = float("inf")  # seconds for everything; what is not done by then is said to be missing
-    out: Path = Path("runs/rollout")  # folder of the results; those of the README: benchmarks/results/rollout
+    threads: int = 1  # threads of PyTorch and of onnxruntime
+    seconds: float = 2.0  # seconds for which each contestant is timed
+    jobs: int = 0  # processes that compile in parallel; by default one per core
+    timeout: float = 600.0  # seconds that a process may take to compile, and again to measure
+    time_limit: float = float("inf")  # seconds for everything; what is not done by then is reported as missing
+    out: Path = Path("runs/rollout")  # results folder; the README's results are in benchmarks/results/rollout
 
 
 def check(options: Options) -> Options:
-    """Refuse what can't work; returns the options with what they leave open filled in."""
+    """Refuse what can't work; returns the options with the defaults filled in."""
     import torch
 
     check_known("family", options.families, list(FAMILIES))
@@ -75,7 +75,7 @@ def check(options: Options) -> Options:
 
 
 def settings_of(options: Options) -> list[dict]:
-    """All that is to be measured. One environment of Gymnasium is in the process in any case; Atari is EnvPool's."""
+    """All cases to measure. A single Gymnasium environment runs in this process anyway; Atari is EnvPool's only."""
     shared = {"device": options.device, "threads": options.threads, "seconds": options.seconds}
     return [
         {"family": family, "backend": backend, "num_envs": num_envs, "actor": actor, **shared}
@@ -116,7 +116,7 @@ def render(result: dict) -> str:
 def draw(result: dict, path: Path) -> None:
     """For each family, backend and number of environments the gains of all actors as bars.
 
-    Gains, since these are measured in turns; speeds of different processes differ by the mood of the machine, too.
+    Gains, since they are measured in interleaved blocks; speeds of different processes also vary with the machine.
     """
     groups = {}
     for row in result["rows"]:
@@ -146,7 +146,7 @@ def write_summary(out: Path) -> str:
 
 
 def measure(options: Options, time_limit: float, bar: tqdm, on_result: Callable[[dict], None]) -> None:
-    """Measure all that checked options say; `on_result` gets the result so far after each row."""
+    """Measure what the checked options name; `on_result` gets the result so far after each row."""
     cases, rows = settings_of(options), []
     shared = {"device": options.device, "threads": options.threads, "seconds": options.seconds}
 

@@ -1,6 +1,6 @@
 """Sampling by one actor, in a process of its own: python -m benchmarks.acting.rollout_worker SETTINGS, as JSON.
 
-Builds the actor, freezes until it is woken, then samples by it and by the uncompiled policy in turns; writes one row.
+Builds the actor, freezes until it is woken, then samples alternately with it and the uncompiled policy; writes one row.
 """
 
 import json
@@ -21,21 +21,21 @@ from benchmarks.acting.paths import Tensors, build
 from benchmarks.common import stats, turns
 from benchmarks.common.programs import SCRIPTS, load_script
 
-# Of each family: the script whose environments and networks are used, by its defaults
+# For each family: the script whose environments and networks are used, at its defaults
 FAMILIES = {"classic": "ppo", "mujoco": "ppo_continuous_action", "atari": "ppo_atari_envpool"}
 # What --compile-actor means: a path of acting/paths.py
 ACTORS = {
     "off": "eager", "inductor": "inductor", "aoti": "aoti", "ort": "ort", "cudagraphs": "inductor+CudaGraphModule",
     "numpy": "numpy",
 }  # fmt: skip
-ROLLOUT = 256  # steps whose rows are kept, over and over
-FIRST_CALLS = 4  # that still compile, or record a graph
+ROLLOUT = 256  # steps whose rows are kept, in a ring buffer
+FIRST_CALLS = 4  # calls that may still compile, or record a graph
 
 
 def make_view(script: ModuleType, num_envs: int, device: torch.device) -> Callable[[np.ndarray], Tensor]:
-    """What turns the environments' observation into what the policy is shown, on the device; it may remember some.
+    """A function from the environments' observations to the policy's input on the device; it may keep past frames.
 
-    Floats (N, O), or of Atari's newest frames (N, 85, 84) stacks of four (N, 21, 21, 64).
+    The input is floats (N, O) or, from Atari's newest frames (N, 85, 84), stacks of four (N, 21, 21, 64).
     """
     if not hasattr(script, "push_frame"):
         return lambda obs: torch.from_numpy(obs.astype(np.float32)).to(device)
@@ -55,7 +55,7 @@ class Sampler:
     def __init__(self, family: str, backend: str, num_envs: int, device: torch.device):
         self.name = FAMILIES[family]
         script = self.script = load_script(SCRIPTS / f"{self.name}.py")
-        if family == "atari":  # all games at once, as in the other families; a lost life is no end, so each row a step
+        if family == "atari":  # all games at once, as elsewhere; a lost life is no end, so each row is a step
             args = script.Args(num_envs=num_envs, async_envs=False, episodic_life=False)
         else:
             args = script.Args(num_envs=num_envs, sync_envs=backend.endswith("-sync"))
@@ -71,14 +71,14 @@ class Sampler:
         self.noise = [self.act.draw_noise(num_envs).to(device) for _ in range(ROLLOUT)]
         self.rows = [None] * ROLLOUT
         self.obs, self.done, self.t = self.envs.reset(), np.zeros(num_envs, dtype=bool), 0
-        self.steps = self.all_rows = 0  # environment steps, and the same with resets
+        self.steps = self.all_rows = 0  # environment steps, and rows including resets
 
     def inputs(self) -> Tensors:
         """What the policy is shown (N, ...) and noise (N, A) of the next step, on the device."""
         return self.view(self.obs), self.noise[self.t % ROLLOUT]
 
     def step(self, call: Callable[..., Tensors]) -> None:
-        """One step of all environments by a way to run the act function."""
+        """One step of all environments, with the given way to run the act function."""
         inputs = self.inputs()
         action, log_prob, value = (x.cpu().numpy() for x in call(*inputs))
         given = self.envs.action_space.start + action if self.is_discrete else action.clip(*self.bounds)
@@ -86,7 +86,7 @@ class Sampler:
         row = (self.obs, action, log_prob, value, reward, terminated, truncated, ~self.done)
         self.rows[self.t % ROLLOUT] = row
         self.all_rows += self.num_envs
-        self.steps += self.num_envs - int(np.count_nonzero(self.done))  # where an episode had ended, this was a reset
+        self.steps += self.num_envs - int(np.count_nonzero(self.done))  # after an episode's end this call was a reset
         self.obs, self.done, self.t = obs, terminated | truncated, self.t + 1
 
 

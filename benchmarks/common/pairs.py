@@ -1,7 +1,7 @@
-"""The table of pairs: what tests and benchmarks must know of a pair, and can't read from its scripts.
+"""The table of pairs: what tests and benchmarks must know about a pair and can't read from its scripts.
 
-A new pair is its two scripts and an entry here; a test names the pair that has none. Environments of `tiny_envs` are
-those of tests/tiny_envs.py. The order is that in which a GPU's time is given to the pairs: the most telling ones first.
+A new pair consists of its two scripts and an entry here; a test names pairs without an entry. Environments named
+`tiny_envs:...` are in tests/tiny_envs.py. Pairs get time on a GPU in the order of the table: the most telling first.
 """
 
 from dataclasses import dataclass, field
@@ -12,37 +12,37 @@ Settings = dict[str, Any]  # fields of a script's Args
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One pair. Of one that has tests of its own, what the common ones need may be left out."""
+    """One pair. If it has tests of its own, the fields that only the common tests need may be left out."""
 
-    # How it acts in its default environment, unless another pair acts alike: a class of acting/networks.py, shape of an
-    # observation (bytes where it is an image), number of actions or of their dimensions
+    # How it acts in its default environment, unless another pair acts in the same way: a class of acting/networks.py,
+    # the shape of an observation (bytes if it is an image), and the number of actions or of their dimensions
     acts: str | None = None
     obs_shape: tuple[int, ...] = ()
     num_actions: int = 0
-    # Its algorithm in throughput/peers.py, if other libraries can train as it does; LeanRL's steps/s on one H100; the
-    # environments to time until CleanRL's score, which benchmarks/reference/scores.csv must have; CleanRL's scripts of
-    # other names whose scores are of the same algorithm
+    # `peers`: its algorithm in throughput/peers.py, if other libraries can train it. `leanrl`: LeanRL's steps/s on one
+    # H100. `scored`: environments on which to time how long CleanRL's score takes; they must be in
+    # benchmarks/reference/scores.csv. `scores_of`: differently named CleanRL scripts that score the same algorithm
     peers: str | None = None
     leanrl: dict[str, int] = field(default_factory=dict)
     scored: tuple[str, ...] = ()
     scores_of: tuple[str, ...] = ()
 
-    # The file of its tests, if it fits none of the common ones, which need all of these:
+    # The file of its tests, if it does not fit the common ones, which need all of the following:
     own_tests: str | None = None
     small: Settings = field(default_factory=dict)  # a run of about a second that learns
-    stream: Settings = field(default_factory=dict)  # those of a whole run: nothing done changes what is seen
-    shows: dict[str, float] = field(default_factory=dict)  # settings, and a factor to them that must not go unnoticed
-    compiled_with: tuple[Settings, ...] = ()  # settings by which a compiled graph becomes another one
-    learns_with: tuple[Settings, ...] = ()  # more settings that must get past the first update
-    launches: tuple[int, ...] = ()  # kernels of each CUDA graph, in the order in which the script makes them
-    task: Settings = field(default_factory=dict)  # a short run that learns to reach
-    goal: tuple[float, float] = (0.0, 0.0)  # the return of doing nothing or of chance, and that to reach
-    learn_value: Settings | None = None  # a run that learns the value of the one state of `tiny_envs:Same`
+    stream: Settings = field(default_factory=dict)  # a whole run in which actions do not affect the observations
+    shows: dict[str, float] = field(default_factory=dict)  # settings, each with a factor whose effect tests must notice
+    compiled_with: tuple[Settings, ...] = ()  # settings with which a different graph is compiled
+    learns_with: tuple[Settings, ...] = ()  # further settings that must get past the first update
+    launches: tuple[int, ...] = ()  # kernels of each CUDA graph, in the order in which the script makes the graphs
+    task: Settings = field(default_factory=dict)  # a short run that learns to reach `goal`
+    goal: tuple[float, float] = (0.0, 0.0)  # the return of doing nothing or acting at random, and the one to reach
+    learn_value: Settings | None = None  # a run that learns the value of the only state of `tiny_envs:Same`
 
-    # Limits of tests/test_scripts_agree.py that it may pass for a reason, and names of which it has a text of its own
+    # Limits in tests/test_scripts_agree.py, raised where there is a reason, and names whose text differs in this pair
     most_changes: int = 25  # lines above the rule in which its two scripts differ
     most_above: int = 360  # lines above the rule
-    most_lines: int = 1070  # in all
+    most_lines: int = 1070  # lines in total, without the functions that only compiled files have
     own_texts: tuple[str, ...] = ()
 
 
@@ -54,11 +54,11 @@ ON_POLICY = {
     "num_steps": 64, "num_minibatches": 4, "update_epochs": 4, "learning_rate": 3e-3, "total_timesteps": 384,
 }  # fmt: skip
 OFF_POLICY = {"total_timesteps": 400, "learning_starts": 100, "buffer_size": 250, "batch_size": 16, "log_every": 50}
-# One worker, forked: it knows what a test has changed in its process, and starts in no time
+# One worker, forked: it inherits what a test has changed in its process, and starts instantly
 POOL = {"num_workers": 1, "ready_batch": 0, "start_method": "fork"}
-# By these SAC and TD3 learn in little time
+# With these SAC and TD3 learn quickly
 FAST = {"gamma": 0.9, "tau": 0.02}
-# Whole runs: learning rates fall, a replay buffer is written over, a target network moves
+# Whole runs: learning rates are annealed, a replay buffer is overwritten, a target network moves
 ON_POLICY_STREAM = {"total_timesteps": 24 * 64}
 OFF_POLICY_STREAM = {"total_timesteps": 390, "log_every": 30}
 ACTOR_LEARNS = {"policy_frequency": 1}, {"policy_frequency": 3}, MANY
@@ -107,7 +107,7 @@ TABLE = {
         goal=(-1200, -250),
         learn_value=OFF_POLICY_VALUE | {"tau": 0.2, "autotune": False, "alpha": 1e-3, "total_timesteps": 600,
                                          "batch_size": 64},
-        most_lines=1110,  # a network, its targets, a temperature, a replay buffer, bfloat16, ways to a device and back
+        most_lines=1110,  # networks, targets, a temperature, a replay buffer, bfloat16, transfers to and from a device
         most_changes=39,  # the critics are stacked
     ),
     "td3_continuous_action": Pair(
@@ -123,7 +123,7 @@ TABLE = {
         task=PENDULUM | {"total_timesteps": 3500, "learning_rate": 2e-3, "exploration_noise": 0.3},
         goal=(-1200, -250),
         learn_value=OFF_POLICY_VALUE | {"tau": 0.4, "learning_rate": 1e-3, "total_timesteps": 600, "batch_size": 64},
-        most_lines=1070,  # ways to a device and back
+        most_lines=1070,  # transfers to and from a device
         most_changes=39,  # the critics are stacked
     ),
     "ppo_atari_envpool": Pair(
@@ -131,7 +131,7 @@ TABLE = {
         leanrl={"CleanRL": 1022, "eager": 3728, "compile": 3841, "compile+cudagraphs": 6809},
         own_tests="test_atari.py",
         most_above=420,
-        own_texts=("Envs",),  # games come in pools, as stacks of frames
+        own_texts=("Envs",),  # games are stepped in pools and observed as stacks of frames
     ),
     "dqn": Pair(
         acts="EpsilonGreedy", obs_shape=(4,), num_actions=2, peers="dqn",
@@ -176,7 +176,7 @@ TABLE = {
     "impala_ray": Pair(
         peers="impala",  # it acts as ppo does
         own_tests="test_impala.py",
-        most_changes=45,  # an update is one function, or two with a sum over learners between them
+        most_changes=45,  # an update is one function, or two with a sum over learners in between
         most_above=420,
         most_lines=1600,  # runners and learners of Ray
         own_texts=("warn_of_pixels",),  # it has convolutions for them
@@ -185,7 +185,7 @@ TABLE = {
         peers="ppo",  # it acts as ppo does
         scores_of=("ppo", "ppo_continuous_action", "ppo_atari_envpool"),
         own_tests="test_ppo_ray.py",
-        most_changes=45,  # a minibatch is learnt from by one function, or two with a sum over learners between them
+        most_changes=45,  # a minibatch update is one function, or two with a sum over learners in between
         most_above=420,
         most_lines=1825,  # runners and learners of Ray, environments that do not wait for each other
         own_texts=("warn_of_pixels",),  # it has convolutions for them
@@ -194,7 +194,7 @@ TABLE = {
         peers="dqn",  # it acts as dqn does
         own_tests="test_apex.py",
         most_above=420,
-        most_lines=1840,  # runners and shards of a replay on Ray
+        most_lines=1840,  # runners and replay shards on Ray
         own_texts=("Runner", "warn_of_pixels"),  # epsilons and n-step returns; it has convolutions for pixels
     ),
     "a3c_ray": Pair(  # it acts as ppo does

@@ -1,4 +1,4 @@
-"""Figures fit to print: one look and one colour per variant in all of them. Needs no display."""
+"""Publication-quality figures: one style, and one colour per variant, in all of them. Needs no display."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ def colour(variant: str) -> str:
 
 
 def shades(variants: list[str]) -> dict[str, tuple]:
-    """Colours for variants of one name of which several have flags; others have that of their name."""
+    """Distinct colours for variants that share a name and have different flags; others keep the colour of the name."""
     alike = {}
     for variant in variants:
         name, _, flags = variant.partition(" ")
@@ -45,7 +45,7 @@ def label(variant: str) -> str:
 
 @contextmanager
 def figure(path: Path, rows: int = 1, columns: int = 1, size: tuple[float, float] = (5.2, 3.4)) -> Iterator[np.ndarray]:
-    """Axes (rows, columns), each of a size in inches, to draw on; written to `path` at the end."""
+    """Axes (rows, columns) to draw on, each of `size` in inches; the figure is written to `path` at the end."""
     with plt.rc_context(STYLE):
         shape = {"figsize": (size[0] * columns, size[1] * rows), "squeeze": False}
         fig, axes = plt.subplots(rows, columns, **shape)
@@ -82,7 +82,7 @@ def draw_bars(
     form: str = ",.0f",
     prefixes: list[str] | None = None,
 ) -> None:
-    """Horizontal bars, one a variant, the first on top, with error bars (low, high) and the value behind each."""
+    """Horizontal bars, one per variant, the first on top, with error bars (low, high) and the value beside each."""
     place = np.arange(len(names))
     distance = np.abs(np.array(errors).T - np.array(values))
     axis.barh(place, values, color=[colour(name) for name in names], height=0.65)
@@ -97,7 +97,7 @@ def draw_bars(
 
 
 def draw_groups(axis, groups: dict[str, dict[str, tuple[float, tuple[float, float]]]], form: str = ",.0f") -> None:
-    """For each group the (value, (low, high)) of some variants as horizontal bars, the values behind them."""
+    """For each group the (value, (low, high)) of its variants as horizontal bars, with the values beside them."""
     names = list(dict.fromkeys(name for own in groups.values() for name in own))
     height = 0.8 / max(len(names), 1)
     for i, name in enumerate(names):

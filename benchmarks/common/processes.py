@@ -1,4 +1,4 @@
-"""Child processes that can't outlive their parent, with what the kernel says they took."""
+"""Child processes that can't outlive their parent, with their resource usage as the kernel reports it."""
 
 import ctypes
 import os
@@ -13,14 +13,14 @@ from pathlib import Path
 from benchmarks.common.programs import ROOT
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-SCRIPT_MEMORY = 3 * 2**30  # bytes of the host's memory that a script which learns on a GPU may take
+SCRIPT_MEMORY = 3 * 2**30  # bytes of host memory that a script training on a GPU may need
 PATIENCE = 30  # seconds between asking a child to end and killing it
 
 
 def free_slots(memory: int) -> int:
-    """How many processes that take so many bytes the memory is enough for, 1 at least.
+    """How many processes of `memory` bytes fit into memory, at least 1.
 
-    That is the free memory or, where the system does not say how far it could grow, `MEMORY_GIB` of the environment.
+    The variable `MEMORY_GIB`, if set, replaces the system's figure for available memory, which can miss a limit.
     """
     if "MEMORY_GIB" in os.environ:
         return max(1, int(float(os.environ["MEMORY_GIB"]) * 2**30) // memory)
@@ -31,7 +31,7 @@ def free_slots(memory: int) -> int:
 
 @dataclass(eq=False)
 class Started(ABC):
-    """A program that was started, here or elsewhere: the file with its output, and how to wait for it and to end it."""
+    """A started program, here or on another machine: the file with its output, and how to wait for it and to end it."""
 
     output: Path
     started: float  # on the clock of time.perf_counter()
@@ -62,7 +62,7 @@ class Started(ABC):
         return code
 
     def stop(self, signum: int = signal.SIGINT) -> int:
-        """Its exit code after it was asked to end; it is killed, with all that it started, if it does not."""
+        """Ask it to end, and kill it with all that it started if it does not; returns its exit code."""
         self.ask(signum)
         if self.wait(PATIENCE) is None:
             self.kill()
@@ -74,14 +74,14 @@ class Started(ABC):
         return f"exit code {code}" if code > 0 else f"killed by signal {-code}" if code else None
 
     def last_lines(self, count: int = 8) -> str:
-        """The end of its output; of a progress bar only what it showed last."""
+        """The end of its output; a progress bar is reduced to its last state."""
         lines = self.output.read_text(errors="replace").splitlines()
         return "\n".join([line.rsplit("\r", 1)[-1] for line in lines if line.strip()][-count:])
 
 
 @dataclass(eq=False)
 class Child(Started):
-    """A process of this machine; at its end it has its use of resources."""
+    """A process on this machine; its resource usage is known once it has ended."""
 
     process: subprocess.Popen
     usage: resource.struct_rusage | None = None
@@ -89,7 +89,7 @@ class Child(Started):
     def poll(self) -> int | None:
         """The exit code, negative for a signal, or None while it runs."""
         if self.process.returncode is None:
-            # Popen's own poll would throw the resource usage away
+            # Popen's own poll would discard the resource usage
             pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
             if pid:
                 self.process.returncode = os.waitstatus_to_exitcode(status)
@@ -103,14 +103,14 @@ class Child(Started):
             self.process.send_signal(signum)
 
     def kill(self) -> None:
-        """End it, and all that it started, at once, stopped or not."""
+        """Kill it and all that it started, even if frozen."""
         if self.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         while self.poll() is None:
             time.sleep(0.01)
 
     def freeze(self) -> None:
-        """Stop it, and all that it started, until it is to go on: meanwhile it takes no processor time."""
+        """Suspend it and all that it started until `go_on`: meanwhile it takes no processor time."""
         if self.poll() is None:
             os.killpg(self.process.pid, signal.SIGSTOP)
         deadline = time.perf_counter() + PATIENCE
@@ -118,7 +118,7 @@ class Child(Started):
             time.sleep(0.001)
 
     def go_on(self) -> None:
-        """Let it go on, frozen by `freeze` or by itself."""
+        """Resume it, whether it was frozen by `freeze` or froze itself."""
         if self.poll() is None:
             os.killpg(self.process.pid, signal.SIGCONT)
 
@@ -137,7 +137,7 @@ class Child(Started):
 def start(
     command: list[str], output: Path, cpus: set[int] | None = None, cwd: Path = ROOT, **environment: str
 ) -> Child:
-    """Start a program in the folder `cwd`, its output into a file, on some CPUs only if they are given."""
+    """Start a program in the folder `cwd`, with its output in a file, and only on `cpus` if they are given."""
     prctl = ctypes.CDLL(None).prctl
 
     def prepare() -> None:
@@ -147,7 +147,7 @@ def start(
 
     with output.open("w") as file:
         streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
-        # In its own session Ctrl-C does not reach it, so that it is its parent who ends it
+        # In its own session Ctrl-C does not reach it, so that only its parent ends it
         process = subprocess.Popen(
             command, **streams, cwd=cwd, env=os.environ | environment, start_new_session=True, preexec_fn=prepare
         )

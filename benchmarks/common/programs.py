@@ -1,4 +1,4 @@
-"""The scripts as programs: which pairs there are, the variants of a pair, and how to call or to load one."""
+"""The scripts as programs: which pairs there are, the variants of a pair, and how to run or load one."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 SUFFIX = "_torchcompile"
 
-# The variants of a pair: what is appended to the script's name, and flags
+# The variants of a pair: the suffix of the script's name, and flags
 VARIANTS = {
     "eager": ("", ()),
     "lean": (SUFFIX, ("--no-compile", "--no-cudagraphs")),
@@ -26,8 +26,8 @@ VARIANTS = {
 }
 Variant = Literal["eager", "lean", "compile", "cudagraphs", "compile+cudagraphs"]  # a key of VARIANTS
 PEERS = {"sb3": "stable_baselines3", "sbx": "sbx", "rllib": "ray"}  # the module that each needs
-AT_DEFAULTS = "-defaults"  # behind the name of a peer: by its own settings instead of the script's
-# RLlib pins another Gymnasium, so it has an environment of its own: requirements/requirements-rllib.txt
+AT_DEFAULTS = "-defaults"  # suffix of a peer's name: with its own settings instead of the script's
+# RLlib pins another version of Gymnasium, so it has its own virtual environment: requirements/requirements-rllib.txt
 RLLIB_PYTHON = Path(os.environ.get("RLLIB_PYTHON", ROOT / ".venv-rllib" / "bin" / "python"))
 
 
@@ -43,7 +43,7 @@ def pairs() -> list[str]:
 
 
 def pairs_here() -> list[str]:
-    """The pairs that can run with what is installed: those over Ray need it."""
+    """The pairs that can run with what is installed; those that use Ray need it."""
     return [name for name in pairs() if not name.endswith("_ray") or importlib.util.find_spec("ray")]
 
 
@@ -94,7 +94,7 @@ def command(script: str, variant: str) -> list[str]:
 
 
 def load_script(path: Path) -> ModuleType:
-    """Import a script from its file, under its own name, so that worker processes can import what they are sent."""
+    """Import a script from its file under its own name, so that worker processes can import what is sent to them."""
     path = path.resolve()
     if getattr(sys.modules.get(path.stem), "__file__", None) == str(path):
         return sys.modules[path.stem]
@@ -123,29 +123,29 @@ def make_envs(module: ModuleType, args, seeds: list[int]):
 
 
 def same_phase(script: str) -> list[str]:
-    """Flags that hold constant what would change over a run, so that slow and fast programs do the same work."""
+    """Flags that fix what would otherwise change during a run, so that slow and fast programs do the same work."""
     known = fields_of(script)
     return [f"--epsilon-start={known['epsilon_end'].default}"] if "epsilon_end" in known else []
 
 
 def often_logged(script: str) -> list[str]:
-    """Flags that make a script that learns at each step, and is slow, write a line about each second."""
+    """Flags that make a slow script, which learns at each step, log about once a second."""
     known = fields_of(script)
     is_slow = "log_every" in known and "train_frequency" not in known and "num_runners" not in known
     return ["--log-every=200"] if is_slow else []
 
 
 def endless_flags(script: str, device: str) -> list[str]:
-    """Flags of an endless run that learns soon and logs often, where a script has such flags."""
+    """Flags for an endless run that soon starts learning and logs often, as far as the script has them."""
     known = fields_of(script)
     settings = {"device": device, "total_timesteps": 10**9, "learning_starts": 1000, "log_every": 100}
-    settings["step_timeout"] = 1e4  # a pool that is frozen for a while is not to take its workers for dead
+    settings["step_timeout"] = 1e4  # so that a pool that was frozen for a while does not take its workers for dead
     given = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if name in known]
     return ["--no-tensorboard", *given, *same_phase(script)]
 
 
 def missing_for_compile() -> str | None:
-    """What torch.compile lacks on this machine to build kernels for the CPU; None if nothing is missing."""
+    """What this machine lacks for torch.compile to build CPU kernels; None if nothing is missing."""
     if not any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name):
         return "a C++ compiler (g++ or clang++)"
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():

@@ -1,4 +1,4 @@
-"""What every result has: where it comes from (command, commit, versions, machine, date; no host names), and tables."""
+"""Common parts of all results: provenance (command, commit, versions, machine, date; no host names), and tables."""
 
 import json
 import os
@@ -26,7 +26,7 @@ PACKAGES = (
 
 
 def git(*arguments: str) -> str:
-    """Output of a git command in this repository, empty if there is none."""
+    """Output of a git command in this repository; empty if it fails."""
     try:
         return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
     except OSError:
@@ -34,7 +34,7 @@ def git(*arguments: str) -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of those packages that are installed."""
+    """Versions of Python and of those of PACKAGES that are installed."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -45,9 +45,9 @@ def package_versions() -> dict[str, str]:
 
 
 def cpu_model() -> str:
-    """The processor's name as Linux gives it, with its family and model, as makers sell several under one name.
+    """The processor's name as Linux gives it, with family and model, as vendors sell several under one name.
 
-    Elsewhere the architecture.
+    On other systems the architecture.
     """
     info = Path("/proc/cpuinfo")
     pairs = (line.partition(":") for line in info.read_text().splitlines()) if info.exists() else ()
@@ -63,7 +63,7 @@ def gpu_model() -> str | None:
 
 
 def portable(word: str) -> str:
-    """A word of a command line without the folders of this machine: of a path outside the repository only its name."""
+    """A command-line word without this machine's folders: paths become relative to the repository, or a bare name."""
     flag, equals, value = word.rpartition("=")
     path = Path(value)
     if not path.is_absolute():
@@ -72,13 +72,13 @@ def portable(word: str) -> str:
 
 
 def command_line() -> str | None:
-    """The command of run.sh that runs here, to type it again; None in any other program."""
+    """The run.sh command that is running, as one would retype it; None in any other program."""
     if Path(sys.argv[0]).resolve() != ROOT / "benchmarks" / "__main__.py":
         return None
     return shlex.join(["./run.sh", *map(portable, sys.argv[1:])])
 
 
-# What makes a result; results that are being written do not make the code another one
+# What results depend on; writing results does not count as a change of the code
 CODE = ("scripts", "benchmarks", "requirements", ":(exclude)benchmarks/results")
 
 
@@ -90,12 +90,12 @@ def code_state() -> dict:
 
 @cache
 def code_at_start() -> dict:
-    """The state of the code when this was first called: a command calls it before anything else."""
+    """The state of the code at the first call, which a command makes before anything else."""
     return code_state()
 
 
 def provenance() -> dict:
-    """What every result carries, for its JSON file: the code as it was at the start, and whether it stayed so."""
+    """What every result's JSON file records: the code's state at the start, whether it changed, and the machine."""
     start, now = code_at_start(), code_state()
     has_changed = bool(git("diff", "--name-only", f"{start['commit']}", f"{now['commit']}", "--", *CODE))
     return {
@@ -110,7 +110,7 @@ def provenance() -> dict:
 
 
 def machine_folder(out: Path) -> Path:
-    """Where this machine's results go: `out`, or, where that has another machine's, a folder in it named by the CPU."""
+    """Where this machine's results go: `out` or, if that holds another's, a subfolder named after its GPU or CPU."""
     here = provenance()
     others = [json.loads(path.read_text())["provenance"] for path in out.glob("*.json")]
     if all(machine_of(other) == machine_of(here) for other in others):
@@ -133,12 +133,12 @@ def commit_of(source: dict) -> str:
 def describe(source: dict) -> str:
     """One line of Markdown on a provenance."""
     where, what = machine_of(source), ", ".join(f"{name} {number}" for name, number in source["versions"].items())
-    how = f"; `{source['command']}`" if source.get("command") else ""  # which results of old do not have
+    how = f"; `{source['command']}`" if source.get("command") else ""  # old results have no command
     return f"{source['date']}{how}; commit {commit_of(source)}; {where}; {what}."
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder for results, or refuse it."""
+    """Make the folder for results, or exit with an error."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -146,22 +146,22 @@ def make_folder(folder: Path) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file so that whoever reads it, at whatever moment, finds all of it or the one before."""
+    """Write a file atomically: a reader finds either all of it or the previous one."""
     beside = path.with_name(path.name + ".tmp")
     beside.write_bytes(content.encode() if isinstance(content, str) else content)
     beside.replace(path)
 
 
 def write_json(path: Path, content) -> None:
-    """Write a JSON file, whole at any moment."""
+    """Write a JSON file atomically."""
     write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 class Target:
-    """A file for a result, whose content of before is kept until the new one is whole.
+    """A file for a result; its old content is kept until the new result is complete.
 
-    Refused, before anything is measured, is a place with a result that the new one would not stand for: of another
-    machine, or to another question. Of a list, as the contestants, the new result must have all that the old one has.
+    If the old result is from another machine or answers another question, the new one must not replace it, and this is
+    refused before anything is measured. Of a list, such as the contestants, the new one must have all that the old has.
     """
 
     def __init__(self, path: Path, **question):
@@ -182,7 +182,7 @@ class Target:
             fail(f"{path} {', and '.join(why)}: give another --out, or move it away")
 
     def write(self, result: dict, is_whole: bool = True) -> None:
-        """Write the result, or what there is of it; beside the one that it will replace, if there is one."""
+        """Write the result; if it is incomplete and would replace an older one, beside that one instead."""
         write_json(self.path if is_whole or self.is_new else self.part, result)
         if is_whole:
             self.part.unlink(missing_ok=True)
@@ -190,9 +190,9 @@ class Target:
 
 @contextmanager
 def stoppable(kept: str) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end what is within by KeyboardInterrupt, and then the program, which says what is kept.
+    """On Ctrl-C or SIGTERM, end the block by KeyboardInterrupt, and then the program, which says what is kept.
 
-    No thread of tqdm's is to be there when it forks.
+    tqdm's monitor thread is disabled, since it must not exist when the program forks.
     """
     tqdm.monitor_interval = 0
     for signum in (signal.SIGINT, signal.SIGTERM):

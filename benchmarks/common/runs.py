@@ -1,4 +1,4 @@
-"""Reads run folders, in whatever state a run has left them: `config.json` and `metrics.jsonl`, nothing else."""
+"""Reads run folders in whatever state a run has left them; only `config.json` and `metrics.jsonl` are read."""
 
 import json
 import math
@@ -9,13 +9,13 @@ import numpy as np
 
 from benchmarks.common.programs import PEERS, SUFFIX, VARIANTS
 
-LAST_EPISODES = 100  # the score of a run is the mean training return of so many episodes at its end, as at CleanRL
-DONE = 0.99  # share of the budget after which a run counts as whole
+LAST_EPISODES = 100  # a run's score is the mean training return of this many episodes at its end, as in CleanRL
+DONE = 0.99  # share of the budget from which a run counts as complete
 
 
 @dataclass(eq=False)
 class Run:
-    """A run: its configuration, the lines of its log in the order of their steps, and what is wrong with them."""
+    """A run: its configuration, the lines of its log in order of steps, and any problems found with these."""
 
     dir: Path
     config: dict
@@ -24,7 +24,7 @@ class Run:
 
     @property
     def args(self) -> dict:
-        """The settings of the run's end: those that it began with, and what was changed where it was resumed."""
+        """The settings at the run's end: those that it began with, updated by the changes made when it was resumed."""
         args = dict(self.config.get("args", {}))
         for resumed in self.config.get("resumed", []):
             args |= resumed.get("changed", {})
@@ -58,13 +58,13 @@ class Run:
 
     @property
     def commits(self) -> list[str]:
-        """The commit that the run began with and, where it was resumed, those that it went on with."""
+        """The commit that the run began with and, if it was resumed, those that it continued with."""
         resumed = [x.get("commit") for x in self.config.get("resumed", [])]
         return list(dict.fromkeys(str(commit) for commit in [self.config.get("commit"), *resumed]))
 
     @property
     def variation(self) -> str:
-        """The flags of a run that computes more coarsely than in float32, or collects otherwise; empty for others."""
+        """The flags by which a run computes in less than float32 precision or collects differently; empty if none."""
         usual = {"matmul_precision": "highest", "bf16": False, "rollout": "batched", "sync_gradients": True}
         others = {name: self.args[name] for name in usual if self.args.get(name, usual[name]) != usual[name]}
         if others.get("matmul_precision") == "auto" and self.config.get("device", "cpu") == "cpu":
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def pace(self) -> str:
-        """The flags that say how much is collected for how many updates."""
+        """The flags that set the ratio of data collected to updates."""
         known = {name: self.args.get(name) for name in ("num_envs", "gradient_steps")}
         return " ".join(f"--{name.replace('_', '-')} {x}" for name, x in known.items() if x is not None)
 
@@ -96,14 +96,14 @@ class Run:
 
     @property
     def budget(self) -> int | None:
-        """Environment steps that the run was to take: whole rollouts, where there are rollouts."""
+        """Environment steps that the run was meant to take: whole rollouts, if it has rollouts."""
         total = self.args.get("total_timesteps")
         return total and total // self.rollout * self.rollout
 
     @property
     def is_complete(self) -> bool:
-        # A rollout of PPO has fewer steps than rows: one in which an environment was reset is none. It is a line of the
-        # log, but over Ray, where lines come by steps and resets are counted by the episodes that ended
+        # A PPO rollout has fewer steps than rows, as a row in which an environment resets is no step. So rollouts are
+        # counted, one per log line; over Ray, where lines come by steps, ended episodes count the resets instead
         if "num_steps" in self.args and "log_every" not in self.args:
             return bool(self.lines) and len(self.lines) >= DONE * (self.budget or 0) / self.rollout
         resets = np.nansum(self.column("charts/episodes")) if "num_steps" in self.args else 0
@@ -142,7 +142,7 @@ def parse_line(text: str) -> dict | None:
 
 
 def read_lines(path: Path) -> tuple[list[dict], int]:
-    """The whole lines of a log, steps rising, and how many are broken. Where steps fall back, the later lines hold."""
+    """The valid lines of a log, in ascending steps, and how many are broken. If steps go back, later lines win."""
     lines, broken = [], 0
     for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
         line = parse_line(text)
@@ -156,7 +156,7 @@ def read_lines(path: Path) -> tuple[list[dict], int]:
 
 
 def read_run(folder: Path) -> Run:
-    """The run in a folder; what is missing or broken is said in its `problems`."""
+    """The run in a folder; its `problems` list what is missing or broken."""
     problems = []
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -180,7 +180,7 @@ def read_run(folder: Path) -> Run:
 
 
 def find_runs(folders: list[Path]) -> list[Run]:
-    """The runs in these folders or below them, without doubles."""
+    """The runs in these folders or below them, without duplicates."""
     found = {}
     for folder in folders:
         logs = [*folder.rglob("config.json"), *folder.rglob("metrics.jsonl")]
@@ -189,7 +189,7 @@ def find_runs(folders: list[Path]) -> list[Run]:
 
 
 def thin(run: Run, count: int) -> Run:
-    """The run with about so many lines, each with the mean return of a group of its lines: enough to draw its curve."""
+    """The run reduced to about `count` lines, each the mean return of a group of lines: enough to draw its curve."""
     index, returns, counts = run.episodes()
     lines = []
     for group in [x for x in np.array_split(np.arange(len(index)), count) if len(x)]:
@@ -204,8 +204,8 @@ def thin(run: Run, count: int) -> Run:
 def final_return(run: Run, episodes: int = LAST_EPISODES) -> float:
     """Mean training return of the last episodes of a run; NaN if none ended.
 
-    A line holds the mean over the episodes that ended since the line before, so lines are weighted by their number; of
-    the line in which the hundredth from the end falls, only the part that is needed counts.
+    A line holds the mean over the episodes since the previous line, so lines are weighted by their number of episodes;
+    the line that contains the hundredth-last episode counts only as far as needed.
     """
     _, returns, counts = run.episodes()
     before = np.cumsum(counts[::-1]) - counts[::-1]  # episodes after each line, from the last line on
@@ -214,9 +214,9 @@ def final_return(run: Run, episodes: int = LAST_EPISODES) -> float:
 
 
 def running_returns(run: Run, episodes: int = LAST_EPISODES) -> np.ndarray:
-    """For each line (lines,) the mean return of the last episodes up to it; NaN while there are not so many.
+    """For each line (lines,) the mean return of the last `episodes` episodes up to it; NaN while there are fewer.
 
-    As in `final_return`, each episode of a line counts as their mean.
+    As in `final_return`, each episode of a line counts with the line's mean.
     """
     index, returns, counts = run.episodes()
     ended = np.concatenate([[0.0], counts.cumsum()])  # episodes up to each line that has some
@@ -255,8 +255,8 @@ def learning_curve(run: Run, edges: np.ndarray, axis: str = "global_step") -> np
 def groups(runs: list[Run]) -> dict[tuple[str, str, str], list[Run]]:
     """Runs by (script, environment, variant), in the order of names and of `programs.VARIANTS`.
 
-    Runs of a lower precision are a variant of their own, with its flags behind the name; and so are those of more or
-    fewer environments, where runs of one script and environment differ in that.
+    Runs with a `variation` are a variant of their own, with its flags after the name; so are runs of another `pace`,
+    if the runs of one script and environment differ in it.
     """
     order, paces = [*VARIANTS, *PEERS], {}
     for run in runs:
@@ -276,7 +276,7 @@ def groups(runs: list[Run]) -> dict[tuple[str, str, str], list[Run]]:
 
 
 def one_per_seed(runs: list[Run]) -> tuple[list[Run], list[Run]]:
-    """(kept, dropped): of runs with the same seed the longest is kept, for a run repeated is no further sample."""
+    """(kept, dropped): of runs with the same seed the longest is kept, as a repeated run is not another sample."""
     best = {}
     for run in runs:
         if run.seed not in best or run.steps > best[run.seed].steps:

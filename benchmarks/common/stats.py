@@ -1,8 +1,8 @@
 """Robust statistics of a few runs, by hand in NumPy: interquartile means and bootstrap intervals.
 
 Agarwal et al. (2021), "Deep Reinforcement Learning at the Edge of the Statistical Precipice", recommend these for
-comparisons that rest on a handful of seeds. All intervals are percentile intervals with a fixed seed, so that a report
-made twice from the same runs is the same report.
+comparisons that rest on a handful of seeds. All intervals are percentile intervals with a fixed seed, so that the same
+runs always give the same report.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ RESAMPLES = 2000  # bootstrap resamples; the ends of an interval then vary by ab
 
 
 def iqm(x: np.ndarray, axis: int = 0) -> np.ndarray:
-    """Interquartile mean along an axis: the mean without the lowest and highest quarter, each rounded down.
+    """Interquartile mean along an axis: the mean without the lowest and highest quarter, their sizes rounded down.
 
     With fewer than 4 values nothing is cut off and it is the mean, as in SciPy's `trim_mean` and in rliable.
     """
@@ -33,7 +33,7 @@ def bootstrap(
     level: float = 0.95,
     seed: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Interval of a statistic under the stratified bootstrap: rows are drawn anew within each stratum.
+    """Interval of a statistic under the stratified bootstrap: rows are resampled within each stratum.
 
     A stratum (runs, ...) holds the results of one environment, or of one contestant; `statistic` maps the list of
     strata to a number or an array. Returns the lower and the upper end, each of the shape of the statistic.
@@ -47,7 +47,7 @@ def bootstrap(
 
 
 def difference_of_iqms(strata: Sequence[np.ndarray]) -> np.ndarray:
-    """Interquartile mean of the second of two contestants less that of the first."""
+    """Interquartile mean of the second of two contestants minus that of the first."""
     first, second = strata
     return iqm(second) - iqm(first)
 
@@ -62,8 +62,8 @@ def ratio_of_medians(
 ) -> tuple[float, float, float]:
     """Ratio of the medians of two contestants and its bootstrap interval: (ratio, low, high).
 
-    Each contestant is a list of rounds, each the speeds of its windows (windows,). Windows of one process resemble each
-    other, so first whole rounds are drawn anew and then the windows within them; else the interval would be too narrow.
+    Each contestant is a list of rounds, each the speeds of its windows (windows,). Windows of one process correlate, so
+    whole rounds are resampled first, then the windows within them; otherwise the interval would be too narrow.
     """
     rng = np.random.default_rng(seed)
 

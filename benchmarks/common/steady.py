@@ -2,9 +2,9 @@
 
 import numpy as np
 
-WINDOW = 2.0  # seconds: shorter windows show the machine's mood rather than the program's speed
+WINDOW = 2.0  # seconds: shorter windows show fluctuations of the machine rather than the program's speed
 FIRST_LINES = 3  # lines after the first update that never count
-STALL = 2.0  # a line in the first half that takes so many times the median is taken for compiling, and ends the burn-in
+STALL = 2.0  # a line in the first half that takes this many times the median counts as compiling: burn-in ends there
 
 
 def first_update(lines: list[dict]) -> int | None:
@@ -16,7 +16,7 @@ def burn_in(lines: list[dict]) -> int:
     """Index of the line at which steady running begins.
 
     That is `FIRST_LINES` after the first update, or later: after the last line in the first half of the rest in which a
-    step took far more time than usual, as when something compiles late. A log without updates begins at its start.
+    step took far longer than usual, as when something compiled late. Without updates, counting is from the log's start.
     """
     start = min((first_update(lines) or 0) + FIRST_LINES, max(len(lines) - 1, 0))
     rest = lines[start:]
@@ -34,7 +34,7 @@ def steady_seconds(lines: list[dict]) -> float:
 
 
 def cut(lines: list[dict], length: float) -> np.ndarray:
-    """Speed (W,) in steps/s of windows of whole lines, each at least `length` seconds long, from the first line on."""
+    """Speeds (W,) in steps/s of windows of whole lines, each at least `length` seconds long, from the first line on."""
     speeds, begin = [], lines[0] if lines else None
     for line in lines[1:]:
         seconds = line["seconds"] - begin["seconds"]
@@ -50,7 +50,7 @@ def windows(lines: list[dict], length: float = WINDOW) -> np.ndarray:
 
 
 def section_times(lines: list[dict], sections: tuple[str, ...]) -> dict[str, float]:
-    """Seconds a step in each section that `ceilings` sees, and in the rest of the loop, after the burn-in."""
+    """Seconds per step in each section that `ceilings` samples, and in the rest of the loop, after the burn-in."""
     begin, rest = lines[burn_in(lines)], lines[burn_in(lines) + 1 :]
     steps = lines[-1]["global_step"] - begin["global_step"]
     times = {section: sum(line[f"profile/{section}"] for line in rest) / steps for section in sections}
@@ -58,7 +58,7 @@ def section_times(lines: list[dict], sections: tuple[str, ...]) -> dict[str, flo
 
 
 def break_even(start: float, speed: float, other_start: float, other_speed: float) -> float | None:
-    """Steps after which a program has overtaken another one that starts sooner; None if it never does.
+    """Steps after which a program has overtaken another one that starts up faster; None if it never does.
 
     `start` is the wall time in seconds until the first update, `speed` the steady speed after it in steps/s.
     """

@@ -1,8 +1,8 @@
-"""Measuring in turns: processes that get ready side by side and run one at a time, and calls in interleaved blocks.
+"""Measuring in turns: processes that get ready in parallel and run one at a time, and calls in interleaved blocks.
 
-Compiling takes most of the time of a benchmark of compiled functions, and can be done on all cores at once; what is
-timed must be alone. So a contestant gets ready, is frozen (by itself, with `wait_for_turn`, or from outside), and is
-woken when all others are frozen or over.
+Most of the time of a benchmark of compiled functions is compiling, which can use all cores at once; what is timed must
+run alone. So a contestant gets ready, is frozen (by itself, with `wait_for_turn`, or from outside), and is woken when
+all others are frozen or over.
 """
 
 import json
@@ -20,28 +20,28 @@ import numpy as np
 
 from benchmarks.common import processes
 
-THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # what PyTorch and NumPy heed
-BLOCKS = 10  # of calls, of each contestant
-CASE_MEMORY = {"cpu": 3 * 2**28, "cuda": 2 * 2**30}  # bytes of the host's memory that a case may take, by its device
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # variables that PyTorch and NumPy obey
+BLOCKS = 10  # blocks of calls per contestant
+CASE_MEMORY = {"cpu": 3 * 2**28, "cuda": 2 * 2**30}  # bytes of host memory that a case may need, by its device
 
 
 def wait_for_turn() -> None:
-    """In a contestant: freeze until the parent says go on."""
+    """Called in a contestant: freeze until the parent wakes it."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @dataclass(eq=False)
 class Contestant:
-    """A program that gets ready beside others, is frozen, and is then awake alone, once or several times.
+    """A program that gets ready alongside others, is frozen, and then runs alone for one or several turns.
 
-    This one is ready when it has frozen itself, and its turn lasts until it ends. A kind of its own may say otherwise.
+    This one is ready when it has frozen itself, and its turn lasts until it ends; a subclass may differ.
     """
 
     command: list[str]
     output: Path  # file that takes what it prints
     environment: dict[str, str] = field(default_factory=dict)  # more variables
     child: processes.Child | None = None
-    error: str | None = None  # why there is nothing more to expect of it
+    error: str | None = None  # why no more results will come
 
     def start(self) -> None:
         self.child = processes.start(self.command, self.output, **self.environment)
@@ -50,29 +50,29 @@ class Contestant:
         return self.child.is_frozen()
 
     def take_turn(self, seconds: float) -> None:
-        """Be awake for as long as it takes, so many seconds at most."""
+        """Run for as long as it takes, at most `seconds`."""
         self.child.go_on()
         if self.child.wait(seconds) is None:
             self.give_up(f"still measuring after {seconds:.0f} s")
 
     def is_over(self) -> bool:
-        """Whether it has ended, of its own accord or not; then `error` says what went wrong, if anything did."""
+        """Whether it has ended, by itself or not; if so, `error` says what went wrong, if anything."""
         code = self.child.poll()
         if code is not None and code != 0 and self.error is None:
             self.error = end_of(self.child)
         return code is not None
 
     def give_up(self, error: str) -> None:
-        """End it, and say why; of several reasons the first one counts."""
+        """Kill it and record why; the first of several reasons counts."""
         self.error = self.error or error
         if self.child:
             self.child.kill()
 
 
 def end_of(child: processes.Child) -> str:
-    """What went wrong in a process that has ended with an error: the line that names it, its last line, or the signal.
+    """What went wrong in a process that failed: the line that names the error, or the last line, or the signal.
 
-    PyTorch's errors go on for some lines, with advice, after the one that names them.
+    PyTorch's error messages continue with lines of advice after the one that names the error.
     """
     code = child.poll()
     if code < 0:
@@ -82,13 +82,13 @@ def end_of(child: processes.Child) -> str:
 
 
 def compile_settings(cache: Path, jobs: int) -> dict[str, str]:
-    """Variables of one of so many processes that compile side by side: a cache of their own, and its share of cores."""
+    """Variables for one of `jobs` processes that compile in parallel: their shared cache, and its share of cores."""
     threads = max(1, len(os.sched_getaffinity(0)) // jobs)
     return {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
 
 
 def prepare(contestants: list[Contestant], jobs: int, timeout: float, deadline: float) -> None:
-    """Start all, `jobs` of them at a time, and freeze each when it is ready. Whoever is not in time is given up."""
+    """Start all, `jobs` of them at a time, and freeze each when it is ready. Those not ready in time are given up."""
     waiting, running = contestants[::-1], []
     while waiting or running:
         while waiting and len(running) < jobs:
@@ -112,11 +112,11 @@ def take_turns(
     on_turn: Callable[[Contestant], None],
     rounds: int = 1,
 ) -> None:
-    """Let each contestant have so many turns, none longer than `timeout` seconds, and all within `time_limit` seconds.
+    """Give each contestant `rounds` turns of at most `timeout` seconds each, all within `time_limit` seconds.
 
-    Of the limit, two thirds are for getting ready, for which none has longer than `timeout` either. Turns go in one
-    order and in the next round in the other. After each turn `on_turn` gets the contestant, and for the last time once
-    it is over.
+    Two thirds of the limit are for getting ready, for which each contestant also has at most `timeout`. The order of
+    turns is reversed from round to round. After each turn `on_turn` gets the contestant, for the last time once it is
+    over.
     """
     started, over = time.perf_counter(), set()
     try:
@@ -147,10 +147,10 @@ def run_cases(
     time_limit: float,
     on_case: Callable[[dict, list[dict], str], None],
 ) -> None:
-    """Run `python -m MODULE CASE`, the case as JSON, for each; with its `threads`, and nothing compiled beforehand.
+    """Run `python -m MODULE CASE` for each case, given as JSON, with its `threads` and an empty compile cache.
 
-    As many are ready at once as there is memory for. As soon as one has had its turn, `on_case` gets the case, the rows
-    that it wrote, as JSON lines, into the file that its case names as `rows`, and why there are no more of them.
+    As many are ready at once as fit into memory. As soon as a case has had its turn, `on_case` gets the case, the rows
+    that it wrote as JSON lines to the file named by its `rows`, and the reason why there are no more of them.
     """
     started = time.perf_counter()
     slots = processes.free_slots(max(CASE_MEMORY[case["device"]] for case in cases))
@@ -176,13 +176,13 @@ def run_cases(
 
 
 def without_paths(message: str) -> str:
-    """The first line of an error message, without the folders of this machine, and not endless."""
+    """The first line of an error message, without this machine's folders, cut to a reasonable length."""
     first = next((line.strip() for line in message.splitlines() if line.strip()), "")
     return re.sub(r"(?<![\w:/])(/[\w.+@-]+)+/", "", first)[:160]
 
 
 def describe_error(error: BaseException) -> str:
-    """One line on an exception; of those that torch.compile wraps into its own, the one within."""
+    """One line that describes an exception, or the inner one if torch.compile has wrapped it."""
     within = getattr(error, "inner_exception", None) or error
     return without_paths(f"{type(within).__name__}: {within}")
 
@@ -192,7 +192,7 @@ class Times:
     """What the calls of one contestant took, in seconds."""
 
     blocks: list[np.ndarray]  # wall time of each call, by block
-    cpu: float  # processor time of a call, mean
+    cpu: float  # mean processor time of a call
 
     @property
     def all(self) -> np.ndarray:
@@ -208,7 +208,7 @@ class Times:
 
 
 def timed_block(call: Callable[[], None], count: int) -> tuple[np.ndarray, float]:
-    """Wall time of each of so many calls, and the processor time of all, in seconds."""
+    """Wall time of each of `count` calls, and their total processor time, in seconds."""
     times = np.empty(count + 1)
     cpu = time.process_time()
     times[0] = time.perf_counter()
@@ -219,9 +219,9 @@ def timed_block(call: Callable[[], None], count: int) -> tuple[np.ndarray, float
 
 
 def interleave(calls: dict[str, Callable[[], None]], seconds: float) -> dict[str, Times]:
-    """Time calls in short blocks, in turns and in alternating order (A B B A), for so many seconds each.
+    """Time calls in short interleaved blocks, in alternating order (A B B A), for `seconds` each.
 
-    Whatever else the machine does hits all of them alike. A call that waits for a device is to do so itself.
+    So whatever else the machine does affects all of them alike. A call that uses a device must wait for it itself.
     """
     estimates = {name: timed_block(call, 3)[0].min() for name, call in calls.items()}
     slow = max(estimates.values()) > seconds / BLOCKS

@@ -1,8 +1,8 @@
 """Runs of a sweep as processes on the nodes of a Ray cluster. Ray is imported only when a sweep joins one.
 
-A run is a process beside an actor of Ray's on its node, in a folder of the node's temporary files. This process asks
-the actor for what is new in that folder and writes it into the sweep's. So a node needs neither this repository nor a
-shared file system, and one that Ray has given up, but which still works, can't spoil a run that goes on elsewhere.
+A run is a child process of a Ray actor on its node, in a folder among the node's temporary files. This process asks
+the actor for what is new in that folder and copies it into the sweep's. So a node needs neither this repository nor a
+shared file system, and a node that Ray has given up but that still works can't corrupt a run that goes on elsewhere.
 """
 
 import fcntl
@@ -31,11 +31,11 @@ from benchmarks.common.processes import start as start_process
 from benchmarks.common.programs import fail
 from benchmarks.common.results import git, write_whole
 
-LOSSES = 3  # deaths of its node that a run survives
-CHUNK = 2**26  # bytes of a file that travel at a time
-ANSWER = 60  # seconds in which a node is to say what is installed there
+LOSSES = 3  # node failures that a run survives
+CHUNK = 2**26  # bytes of a file sent at a time
+ANSWER = 60  # seconds within which a node must report what is installed there
 PACKAGES = ("torch", "tensordict", "numpy", "gymnasium", "envpool", "tyro")  # Ray itself compares Python's and its own
-LOGS = ("output.txt", "metrics.jsonl", "events.out.tfevents")  # beginnings of names of files that only grow
+LOGS = ("output.txt", "metrics.jsonl", "events.out.tfevents")  # name prefixes of files that are only appended to
 TO_GO_ON = ("config.json", "metrics.jsonl", "checkpoint.pt")  # what a script's --resume reads
 
 
@@ -43,21 +43,21 @@ class Part(NamedTuple):
     """A part of a file of a run."""
 
     name: str
-    stamp: tuple  # of this version of the file: another one is to be taken from its beginning
+    stamp: tuple  # identifies this version of the file; another version must be read from its beginning
     offset: int
     content: bytes
-    is_last: bool  # the file is whole with it, for now
+    is_last: bool  # whether the file is complete with this part, for now
 
 
 def is_log(name: str) -> bool:
     return name.startswith(LOGS)
 
 
-# What runs on a node. Ray gets this text from here, so it uses nothing of this repository but `processes`
+# What runs on a node. Ray ships this code there, so it uses nothing from this repository but `processes`
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that all nodes must agree on; of builds for different devices the number is the same."""
+    """Versions of the packages that must agree on all nodes, without the suffix of builds for different devices."""
     found = {}
     for name in PACKAGES:
         try:
@@ -87,7 +87,7 @@ def lock(path: Path, wait: bool = False) -> IO | None:
 
 
 def take_folder(base: Path) -> tuple[Path, IO]:
-    """An empty folder in `base`, this process's as long as the lock is open; those of dead processes are removed."""
+    """An empty folder in `base`, owned while the lock is held; the folders of dead processes are removed."""
     with lock(base / "lock", wait=True):
         for path in base.glob("run-*.lock"):
             if held := lock(path):
@@ -99,9 +99,9 @@ def take_folder(base: Path) -> tuple[Path, IO]:
 
 
 def take_cores(base: Path, count: int) -> tuple[set[int], list[IO]]:
-    """So many CPU cores, or all, of those that the fewest runs have; they count as had as long as the locks are open.
+    """`count` CPU cores, or all if there are fewer, preferring the least used; they are taken while the locks are held.
 
-    Ray counts cores, but does not say which ones, and scripts take as many threads as there are cores for them.
+    Ray counts cores but does not assign specific ones, and scripts use as many threads as they have cores.
     """
     cores, taken = sorted(os.sched_getaffinity(0)), {}
     for layer in itertools.count():
@@ -113,7 +113,7 @@ def take_cores(base: Path, count: int) -> tuple[set[int], list[IO]]:
 
 
 class Host:
-    """An actor of Ray's that has a run as its child process. Each question may be asked twice, if an answer is lost."""
+    """A Ray actor with a run as its child process. Any call may be repeated, since its answer can be lost."""
 
     def __init__(self, cores: int):
         base = Path(tempfile.gettempdir(), f"flatout-{os.getuid()}")
@@ -128,7 +128,7 @@ class Host:
         return introduce()
 
     def put(self, name: str, offset: int, content: bytes) -> None:
-        """Write a part of a file that the run is to go on from."""
+        """Write a part of a file that the run will resume from."""
         self.run.mkdir(exist_ok=True)
         with (self.run / name).open("r+b" if offset else "wb") as file:
             file.seek(offset)
@@ -141,18 +141,18 @@ class Host:
             environment |= {"OMP_NUM_THREADS": str(len(self.cores))}
             paths = [os.environ.get("PYTHONPATH"), environment.pop("PYTHONPATH", None)]
             environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-            # Started by the main thread, which lives as long as this process: at its end the child is killed, too
+            # Started by the main thread, which lives as long as this process: when it ends, the child is killed, too
             self.child = start_process(
                 [sys.executable, script, *flags], self.folder / "output.txt", self.cores, self.folder, **environment
             )
         return self.report({})
 
     def report(self, have: dict[str, tuple[tuple, int]]) -> dict:
-        """What is new beyond what the driver has, a stamp and a size of each file; the exit code once all is sent."""
-        code = self.child.poll()  # before the files are read: so what an ended run has written is among them
+        """What is new since `have`, the stamp and size of each file at the driver; the exit code once all is sent."""
+        code = self.child.poll()  # before the files are read, so that they hold all that an ended run wrote
         files = [self.folder / "output.txt", *(self.run.iterdir() if self.run.exists() else ())]
         files = [path for path in files if path.is_file() and path.suffix != ".tmp"]
-        # Logs are read after checkpoints, so that they go on at least up to them, and come first
+        # Logs are read after checkpoints, so that they reach at least as far, and are sent first
         others = [self.part_of_version(path, have.get(path.name)) for path in files if not is_log(path.name)]
         logs = [self.part_of_log(path, have.get(path.name)) for path in files if is_log(path.name)]
         parts = [part for part in (*logs, *others) if part]
@@ -172,9 +172,9 @@ class Host:
         return Part(path.name, stamp, offset, content, True) if content else None
 
     def part_of_version(self, path: Path, has: tuple[tuple, int] | None) -> Part | None:
-        """The next part of a file that gets replaced: the version that was begun is sent to its end, then the newest.
+        """The next part of a file that gets replaced: a version once begun is sent completely, then the newest one.
 
-        A hard link keeps that version, at no cost, when the run puts another in its place.
+        A hard link keeps that version, at no cost, when the run replaces the file.
         """
         kept = self.kept / path.name
         if not (kept.exists() and has and has[0] == stamp_of(kept) and has[1] < kept.stat().st_size):
@@ -209,7 +209,7 @@ def stamp_of(path: Path) -> tuple[int, int]:
 
 
 class Program(NamedTuple):
-    """What a run starts: the text that the script had when the sweep began, and its flags."""
+    """What a run executes: the script's text as it was when the sweep first used it, and its flags."""
 
     script: str
     text: bytes
@@ -217,14 +217,14 @@ class Program(NamedTuple):
 
 
 class Copy:
-    """The files of a run here, as far as its node has sent them: the folder of the run, and its output."""
+    """The local copy of a run's files, as far as its node has sent them: the run's folder and its output."""
 
     def __init__(self, folder: Path, output: Path, commit: str | None):
         self.folder, self.output, self.commit = folder, output, commit
         self.leave()
 
     def leave(self) -> None:
-        """Of what the next node sends, nothing is here yet; its output comes behind what there is."""
+        """Prepare for another node: none of its files are here yet, and its output is appended to what there is."""
         self.have: dict[str, tuple[tuple, int]] = {}  # a stamp and a size of each file
         self.base = self.output.stat().st_size
         for path in self.folder.glob("*.part"):
@@ -236,7 +236,7 @@ class Copy:
         self.folder.mkdir(parents=True)
 
     def take(self, part: Part) -> None:
-        """Write a part. A file that replaces another takes its place when all of it is here."""
+        """Write a part. A file that replaces another does so only when all of it has arrived."""
         path = self.folder / part.name
         if part.name == "output.txt":
             write_at(self.output, self.base + part.offset, part.content)
@@ -255,7 +255,7 @@ class Copy:
 
 
 class RemoteChild(Started):
-    """A run on whichever node has room. When its node dies it waits for another, and goes on from its checkpoint."""
+    """A run on whichever node has room. If the node dies, it waits for another and resumes from its checkpoint."""
 
     def __init__(self, cluster: "Cluster", program: Program, copy: Copy, note: Callable[..., None]):
         super().__init__(copy.output, math.inf)
@@ -264,18 +264,18 @@ class RemoteChild(Started):
         self.submit()
 
     def submit(self) -> None:
-        """Let Ray find room for it."""
+        """Ask Ray for a node with room for it."""
         self.node, self.started = None, math.inf
         self.actor = self.cluster.hosts.remote(max(1, int(self.cluster.cpus)))
         self.send(self.actor.introduce)
 
     def send(self, method, *arguments) -> None:
-        """Ask the actor something; the answer is heard by `poll`."""
+        """Call a method of the actor; `poll` receives the answer."""
         self.ask_again = partial(method.remote, *arguments)
         self.answer = self.ask_again()
 
     def poll(self) -> int | None:
-        """The exit code, or None while it runs or waits; takes in what the node has answered."""
+        """The exit code, or None while it runs or waits; processes the node's answer if there is one."""
         if self.code is None and self.ray.wait([self.answer], timeout=0)[0]:
             self.hear()
         return self.code
@@ -298,7 +298,7 @@ class RemoteChild(Started):
                 self.receive(news)
 
     def begin(self, node: dict) -> None:
-        """Start it on the node that Ray has found: anew, or from the checkpoint that came from the one before."""
+        """Start it on the node that Ray has found: from scratch, or from the checkpoint sent by the previous node."""
         self.node = node
         if differ := differences(node):
             self.end(1, differ)
@@ -315,7 +315,7 @@ class RemoteChild(Started):
         self.send(self.actor.begin, self.program.script, self.program.text, flags, self.cluster.environment)
 
     def receive(self, news: dict) -> None:
-        """Take over what is new in the run's folder."""
+        """Copy what is new in the run's folder."""
         for part in news["parts"]:
             self.copy.take(part)
         if news["code"] is not None:
@@ -325,7 +325,7 @@ class RemoteChild(Started):
             self.send(self.actor.report, self.copy.have)
 
     def lose(self, error: Exception) -> None:
-        """Wait for another node in the place of one that died."""
+        """Handle the death of its node: wait for another one, or give up after too many."""
         where, why = self.where(), self.cluster.death(self.node, error)
         self.losses += 1
         if self.asked:
@@ -343,13 +343,13 @@ class RemoteChild(Started):
         return self.node["name"] if self.node else "not yet on a node"
 
     def end(self, code: int, trouble: str | None = None) -> None:
-        """It has ended, or is to: its actor ends, too, and all that the actor started."""
+        """Record that it has ended, and end its actor and all that the actor started."""
         self.code, self.trouble = code, trouble
         self.ray.wait([self.actor.close.remote()], timeout=10 if self.node else 0)
         self.ray.kill(self.actor)
 
     def ask(self, signum: int) -> None:
-        """Ask it to end in good order; one that waits for room is just not run."""
+        """Ask it to end cleanly; if it is still waiting for a node, it never runs."""
         if self.poll() is None and not self.asked:
             self.asked = True
             if math.isinf(self.started):
@@ -363,7 +363,7 @@ class RemoteChild(Started):
             self.end(-signal.SIGKILL)
 
     def failure(self) -> str | None:
-        """How it failed, in words: by itself, or what befell it."""
+        """How it failed, in words: what happened to it, or else its own exit code."""
         return self.trouble or super().failure()
 
     def resources(self) -> dict:
@@ -372,9 +372,9 @@ class RemoteChild(Started):
 
 
 class Cluster:
-    """The nodes of a Ray cluster: Ray starts a run where it has room, and lets the others wait."""
+    """The nodes of a Ray cluster: Ray starts runs where there is room and queues the others."""
 
-    slots = sys.maxsize  # Ray gets all runs at once, and so does what adds nodes as they are needed
+    slots = sys.maxsize  # all runs are submitted to Ray at once, so that an autoscaler sees how many nodes are needed
 
     def __init__(self, address: str, cpus: float, gpus: float):
         """Join the cluster; SystemExit(2) if it can't be reached, has no room for a run, or other versions."""
@@ -392,7 +392,7 @@ class Cluster:
         self.commit, self.texts = git("describe", "--always", "--dirty", "--abbrev=40") or None, {}
         self.environment = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
         if not gpus:
-            self.environment["CUDA_VISIBLE_DEVICES"] = ""  # on a node with GPUs, those are not its own
+            self.environment["CUDA_VISIBLE_DEVICES"] = ""  # a run without GPUs must not use its node's
         count = len(self.nodes())
         nodes = f"{count} node{'s' * (count != 1)}"
         self.pace = f"each on {amount(cpus, gpus)}, as many at a time as {nodes} of the cluster have room for"
@@ -401,7 +401,7 @@ class Cluster:
         return [node for node in self.ray.nodes() if node["Alive"]]
 
     def has_room(self) -> Iterator[bool]:
-        """Of each node, whether a run could be there if no other were."""
+        """For each node, whether a run would fit if it were alone there."""
         for node in self.nodes():
             has = node["Resources"]
             yield has.get("CPU", 0) >= self.cpus and has.get("GPU", 0) >= self.gpus
@@ -411,7 +411,7 @@ class Cluster:
             tqdm.write(f"no node with {amount(self.cpus, self.gpus)} is left; waiting for one", file=sys.stderr)
 
     def introductions(self) -> list[dict]:
-        """Of the nodes that answer."""
+        """The introductions of the nodes that answer in time."""
         strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         task = self.ray.remote(num_cpus=0, max_retries=0)(introduce)
         there = [strategy(node["NodeID"], soft=False) for node in self.nodes()]
@@ -422,7 +422,7 @@ class Cluster:
             try:
                 found.append(self.ray.get(answer))
             except self.ray.exceptions.RayError:
-                continue  # it has died meanwhile
+                continue  # the node has died meanwhile
         return found
 
     def death(self, node: dict | None, error: Exception) -> str:
@@ -432,7 +432,7 @@ class Cluster:
         return f"its actor died: {one_line(error)}"
 
     def start(self, arguments: list[str], folder: Path, output: Path, _slot: int, note) -> RemoteChild:
-        """Let a run be started in an empty folder when there is room for it; noted is what becomes of it."""
+        """Submit a run, which starts in an empty folder when there is room; its progress is noted."""
         _, script, *flags = arguments
         if script not in self.texts:
             self.texts[script] = Path(script).read_bytes()
@@ -447,7 +447,7 @@ class Cluster:
 
 
 def join(address: str):
-    """Ray's module, connected to a cluster, and whether it was connected here; SystemExit(2) where that fails."""
+    """Ray's module, connected to a cluster, and whether the connection was made here; SystemExit(2) if that fails."""
     if importlib.util.find_spec("ray") is None:
         fail("--ray-address needs Ray: pip install -r requirements/requirements-ray.txt")
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0"} | os.environ
@@ -466,7 +466,7 @@ def join(address: str):
 
 
 def differences(node: dict) -> str | None:
-    """What a node has in other versions than this process, in a line; None if they agree."""
+    """A line on the packages whose versions on a node differ from this process's; None if all agree."""
     own = versions()
     differ = [f"{name} {x}, here it is {own[name]}" for name, x in node["versions"].items() if x != own[name]]
     return f"node {node['name']} has {'; '.join(differ)}" if differ else None
@@ -486,7 +486,7 @@ def size_of(node: dict) -> str:
 
 
 def chunks(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The parts of a file, each with where it begins."""
+    """The parts of a file, each with its offset."""
     with path.open("rb") as file:
         for offset in itertools.count(step=CHUNK):
             content = file.read(CHUNK)
@@ -502,7 +502,7 @@ def write_at(path: Path, offset: int, content: bytes) -> None:
 
 
 def named_commit(text: bytes, commit: str | None) -> bytes:
-    """A run's configuration with the commit of its script, which a node can't know."""
+    """A run's configuration with its script's commit filled in, which a node can't know."""
     config = json.loads(text)
     for entry in (config, *config.get("resumed", [])):
         entry["commit"] = entry["commit"] or commit

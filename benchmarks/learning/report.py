@@ -1,11 +1,11 @@
 """A table, learning curves and verdicts from run folders: ./run.sh report RUNS... --out DIR.
 
-Reads only `config.json` and `metrics.jsonl`, so the runs of any machine can be put together. A run that did not come to
-its end is listed, and left out of all means.
+Reads only `config.json` and `metrics.jsonl`, so runs from different machines can be combined. A run that did not finish
+is listed, but left out of all means.
 
 Measures: nothing; it summarizes final returns, curves and speeds over seeds, with intervals.
 Takes: seconds.
-Leaves: in --out report.md, report.json, learning_curves.png, and curves.json.gz, from which that can be redrawn.
+Leaves: in --out report.md, report.json, learning_curves.png, and curves.json.gz, from which the figure can be redrawn.
 """
 
 import csv
@@ -27,12 +27,12 @@ from benchmarks.common.programs import ROOT, fail
 from benchmarks.common.results import describe, estimate, provenance, table, write_json
 
 REFERENCE = ROOT / "benchmarks" / "reference" / "scores.csv"
-MIN_SEEDS = 5  # from which on intervals are trusted: of fewer, 20 % would tell equals from each other
-SAME_BUDGET = 0.9  # ratio of steps from which budgets count as the same
-BINS, LINES = 50, 500  # of a learning curve: what is drawn, and what is kept
+MIN_SEEDS = 5  # fewest seeds for a verdict: with fewer, 20 % of intervals would tell equals apart
+SAME_BUDGET = 0.9  # smallest ratio of steps at which two budgets count as the same
+BINS, LINES = 50, 500  # of a learning curve: bins drawn, and lines kept
 AXES = {"global_step": "environment steps", "seconds": "seconds after start-up"}
-RECENT = 0.1  # share of the steps or seconds up to a point, whose episodes count there
-SHARES = (0.1, 0.25, 0.5, 1.0)  # of the longest runs, at which several scripts on one environment are compared
+RECENT = 0.1  # the score at a point is over the episodes in this last share of the steps or seconds up to it
+SHARES = (0.1, 0.25, 0.5, 1.0)  # shares of the longest run at which scripts on one environment are compared
 EAGER, COMPILED = ("eager", "lean"), ("compile", "compile+cudagraphs", "cudagraphs")
 INTRODUCTION = f"""
 The return of a run is the mean training return of its last {runs.LAST_EPISODES} episodes. IQM: interquartile mean over
@@ -42,20 +42,20 @@ half of a run. Minutes and seconds: from the first step on, compiling included, 
 """.strip()
 SAME, TOO_FEW = "no difference seen", "too few seeds"
 AGREEMENT = {True: SAME, False: "they differ", None: TOO_FEW}
-OWN = ("env_id", "seed", "run_dir", "resume", "exp_name", "tensorboard", "track", "checkpoint_every")  # no settings
+OWN = ("env_id", "seed", "run_dir", "resume", "exp_name", "tensorboard", "track", "checkpoint_every")  # not settings
 
 
 @dataclass
 class Options:
     runs: Annotated[
         tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUNS...")
-    ]  # folders, searched deeply
+    ]  # folders, searched recursively
     out: Path = Path("runs/report")  # folder to write the report into
 
 
 @cache
 def read_reference() -> dict[tuple[str, str], dict]:
-    """CleanRL's scores by (script, environment), also for our scripts whose algorithm is that of theirs."""
+    """CleanRL's scores by (script, environment), including for scripts of ours with the algorithm of one of theirs."""
     with REFERENCE.open() as file:
         scores = {(row["script"], row["env_id"]): row for row in csv.DictReader(file)}
     same = [(name, other) for name, pair in TABLE.items() for other in pair.scores_of]
@@ -65,7 +65,7 @@ def read_reference() -> dict[tuple[str, str], dict]:
 
 
 def settings(run: runs.Run) -> str:
-    """What a run was set to, apart from what tells runs of one group from each other, to compare and to show."""
+    """A run's settings, to compare and to show, without those that may differ between the runs of one group."""
     return json.dumps({name: value for name, value in run.args.items() if name not in OWN}, sort_keys=True)
 
 
@@ -85,7 +85,7 @@ def published_score(row: dict | None) -> dict | None:
 
 
 def published_for(row: dict) -> dict | None:
-    """CleanRL's score beside a row of a report, also if the report was written before we had it."""
+    """CleanRL's score for a row of a report, even if the report was written before we had that score."""
     return row["published"] or published_score(read_reference().get((row["script"], row["env_id"])))
 
 
@@ -94,7 +94,7 @@ def is_same_budget(steps: int, published: dict) -> bool:
 
 
 def verdict(row: dict) -> str:
-    """Where the interval of our score lies to the published mean ± standard deviation."""
+    """Where the interval of our score lies relative to the published mean ± standard deviation."""
     published = published_for(row)
     if published is None:
         return "no published score"
@@ -107,9 +107,9 @@ def verdict(row: dict) -> str:
 
 
 def steady_speed(run: runs.Run) -> float:
-    """Median environment steps per second over the second half of a run, so that start, compilation and pauses are out.
+    """Median environment steps per second over the second half of a run, which leaves out start, compiling and pauses.
 
-    Of twenty parts of it, as neighbouring lines may be but milliseconds apart.
+    The median is over twenty parts of that half, as adjacent lines may be only milliseconds apart.
     """
     ends = np.unique(np.linspace(len(run.lines) // 2, len(run.lines) - 1, 21, dtype=int))
     if len(ends) < 2:
@@ -119,14 +119,14 @@ def steady_speed(run: runs.Run) -> float:
 
 
 def interval(strata: list, statistic) -> list[float] | None:
-    """Ends of the 95 % bootstrap interval; None where some stratum has one run only, from which there is none."""
+    """Ends of the 95 % bootstrap interval; None if a stratum has only one run, which is too few for an interval."""
     if min(map(len, strata)) < 2:
         return None
     return [float(end) for end in stats.bootstrap(strata, statistic)]
 
 
 def summarize_group(key: tuple[str, str, str], group: list[runs.Run], reference: dict) -> tuple[dict, list[runs.Run]]:
-    """(row of the table, runs that it rests on) of the runs of one script, environment and variant."""
+    """(row of the table, runs that it is based on) for the runs of one script, environment and variant."""
     whole = [run for run in group if run.is_complete and not np.isnan(runs.final_return(run))]
     kept, doubles = runs.one_per_seed(whole)
     left_out = [(run, "; ".join(run.problems) or "no whole run") for run in group if run not in whole]
@@ -157,14 +157,14 @@ def summarize_group(key: tuple[str, str, str], group: list[runs.Run], reference:
 
 
 def compare(rows: list[dict]) -> list[dict]:
-    """Eager against compiled, for each script, environment and precision of which there are both: scores and speed."""
+    """Eager against compiled, scores and speed, for each script, environment and precision that has both."""
     pairs = []
     for eager, compiled in product(rows, rows):
         (ours, flags), (theirs, their_flags) = (row["variant"].partition(" ")[::2] for row in (eager, compiled))
         is_pair = ours in EAGER and theirs in COMPILED and flags == their_flags and eager["seeds"] and compiled["seeds"]
         if not is_pair or any(eager[name] != compiled[name] for name in ("script", "env_id")):
             continue
-        # Where budgets differ, more steps would pass for a difference
+        # If budgets differ, more steps could be mistaken for a difference between the variants
         scores = [row.get("common_scores", row["scores"]) for row in (eager, compiled)]
         eager_iqm, compiled_iqm = (float(stats.iqm(np.array(own))) for own in scores)
         ends = interval(scores, stats.difference_of_iqms)
@@ -178,7 +178,7 @@ def compare(rows: list[dict]) -> list[dict]:
 
 
 def add_common_scores(rows: list[dict], panels: dict[tuple[str, str], dict[str, list[runs.Run]]]) -> None:
-    """Where runs of an environment differ in length, add to its rows their scores at the end of the shortest run."""
+    """Where runs on an environment differ in length, add to its rows the scores at the length of the shortest run."""
     for key, members in panels.items():
         lengths = [run.steps for kept in members.values() for run in kept]
         end = min(lengths)
@@ -192,9 +192,9 @@ def add_common_scores(rows: list[dict], panels: dict[tuple[str, str], dict[str, 
 
 
 def scores_at(kept: list[runs.Run], end: float, position: str) -> list[float] | None:
-    """Mean return of each run's episodes in the last tenth until then; None where one had ended before, or had none.
+    """Mean return of each run over its last tenth up to `end`; None if a run ended earlier or had no episode by then.
 
-    Of 100 episodes, those of one environment would be from long before, those of 64 environments from just now.
+    The last 100 episodes would reach far back with one environment, and hardly at all with 64.
     """
     if min(run.column(position)[-1] for run in kept) < SAME_BUDGET * end:
         return None
@@ -203,7 +203,7 @@ def scores_at(kept: list[runs.Run], end: float, position: str) -> list[float] | 
 
 
 def recent_return(run: runs.Run, start: float, position: str) -> float:
-    """Mean return of the episodes of all lines after `start`, or of the last line that has any; NaN without."""
+    """Mean return of the episodes in all lines after `start`, or else of the last line that has any; NaN if none."""
     own = [line for line in run.lines if line.get("charts/episodes")]
     own = [line for line in own if line[position] > start] or own[-1:]
     returns, counts = ([line[f"charts/{name}"] for line in own] for name in ("episodic_return", "episodes"))
@@ -211,9 +211,9 @@ def recent_return(run: runs.Run, start: float, position: str) -> float:
 
 
 def add_milestones(rows: list[dict], panels: dict[tuple[str, str], dict[str, list[runs.Run]]]) -> None:
-    """Where several scripts learnt in one environment, or one by several settings, add to its rows [steps, scores].
+    """Where several scripts, or one with several settings, learnt on one environment, add [steps, scores] to its rows.
 
-    And the same by seconds.
+    The same is added by seconds.
     """
     for env_id in dict.fromkeys(env_id for _, env_id in panels):
         members = {}
@@ -235,7 +235,7 @@ def draw_panel(axis, members: dict[str, list[runs.Run]], position: str) -> None:
     colours = plots.shades(list(members))
     for variant, kept in members.items():
         ends = [run.steps if position == "global_step" else run.seconds for run in kept]
-        # Runs take different times: a curve is drawn as far as all its runs go
+        # Runs differ in length: a curve ends where the shortest of its runs ends
         edges = np.linspace(0, min(ends), BINS + 1)
         curves = np.stack([runs.learning_curve(run, edges, position) for run in kept])
         known = ~np.isnan(curves).any(0)
@@ -273,7 +273,7 @@ def pack_curves(panels: dict[tuple[str, str], dict[str, list[runs.Run]]]) -> byt
 
 
 def unpack_curves(content: bytes) -> dict[tuple[str, str], dict[str, list[runs.Run]]]:
-    """The panels again: runs that have no more than their curves."""
+    """The panels again, with runs that hold nothing but their curves."""
     panels = {}
     for curve in json.loads(gzip.decompress(content)):
         key, variant, config = (curve.pop("script"), curve.pop("env_id")), curve.pop("variant"), {}
@@ -311,7 +311,7 @@ def common_cells(row: dict) -> list[str]:
 
 
 def milestone_tables(rows: list[dict], title: str = "## {}") -> list[str]:
-    """For each environment that several scripts learnt in, their scores at the same steps and at the same seconds."""
+    """For each environment that several scripts learnt on, their scores at the same steps and at the same seconds."""
     lines = []
     for env_id in dict.fromkeys(row["env_id"] for row in rows if "milestones" in row):
         own = [row for row in rows if row["env_id"] == env_id and "milestones" in row]
@@ -396,7 +396,7 @@ def write_summary(out: Path) -> str:
 
 
 def expand(paths: tuple[Path, ...]) -> list[Path]:
-    """The folders; a pattern that the shell has left as it was, since it was quoted, stands for all that match it."""
+    """The folders; a pattern that was quoted, so that the shell did not expand it, is replaced by its matches."""
     found = {path: [] if path.exists() else sorted(map(Path, glob.glob(str(path)))) for path in paths}
     return [folder for path in paths for folder in found[path] or [path]]
 

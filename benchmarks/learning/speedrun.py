@@ -1,13 +1,12 @@
-"""The speedrun board: settings of our own scripts that reach a score soon: ./run.sh speedrun PAIR ENV_ID --flags="...".
+"""The speedrun board: settings of our scripts that reach a score fast: ./run.sh speedrun PAIR ENV_ID --flags="...".
 
-A record is a variant of a pair with flags that reach the score with at least 9 of 10 seeds. The flags may say anything
-but another task; the seeds are not those by which settings are looked for. Beside it, in turns, run the pair at its
-default flags and Stable-Baselines3 at its own defaults. `./run.sh time-to-score` says what is timed and how.
+A record is a variant of a pair with flags that reach the score with at least 9 of 10 seeds. The flags may set anything
+except another task; the seeds are not those used to search for settings. In turn with it run the pair at its default
+flags and Stable-Baselines3 at its own defaults. `./run.sh time-to-score --help` says what is timed and how.
 
 Measures: the wall time from the start of the process until the mean return of the last 100 episodes reaches the score.
-Takes: as long as the runs: CartPole about 25 minutes with what runs beside it, HalfCheetah about two and a half hours.
-Leaves: in --out one JSON file for each record, written anew after each seed, and the board of all that lie there,
-speedrun.md.
+Takes: as long as the runs: with those beside it, CartPole about 25 minutes, HalfCheetah about two and a half hours.
+Leaves: in --out one JSON file per record, rewritten after each seed, and the board of all records there, speedrun.md.
 """
 
 import json
@@ -41,7 +40,7 @@ from benchmarks.learning.time_to_score import (
     rows_of,
 )
 
-SHARE, SEEDS = 0.9, 10  # of its runs that must get there, and how many there must be, for a record
+SHARE, SEEDS = 0.9, 10  # for a record: the share of runs that must reach the score, and how many runs there must be
 RECORD, DEFAULTS, SB3 = "record", "defaults", f"sb3{AT_DEFAULTS}"  # contestants
 LABELS = {DEFAULTS: "our default flags, eager", SB3: "SB3 at its defaults"}
 INTRODUCTION = f"""
@@ -55,17 +54,17 @@ Stable-Baselines3 as its users start it, where that was measured.
 
 @dataclass
 class Options:
-    script: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PAIR")]  # by the name of its eager twin
+    script: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PAIR")]  # the name of its eager script
     env_id: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="ENV_ID")]  # the task
     flags: str = ""  # the settings, as in --flags="--num-envs 8 --learning-rate 1e-3"
     variant: Variant = "eager"
     cache: Literal["cold", "warm"] = "cold"  # the compile cache of a compiled variant, empty or filled
-    score: float | None = None  # mean return to reach; by default that which CleanRL publishes
-    name: str = "1"  # of the record: another one of the same task goes into a file of its own
-    beside: tuple[Literal["defaults", "sb3-defaults"], ...] = (DEFAULTS, SB3)  # to measure in turns with it
+    score: float | None = None  # mean return to reach; by default the one that CleanRL publishes
+    name: str = "1"  # name of the record: another name for the same task goes into a file of its own
+    beside: tuple[Literal["defaults", "sb3-defaults"], ...] = (DEFAULTS, SB3)  # what to measure in turn with it
     seeds: tuple[int, ...] = tuple(range(101, 101 + SEEDS))
-    timeout: float = 3600.0  # seconds after which a run is ended and counts as one that never got there
-    out: Path = Path("runs/speedrun")  # folder of the board; that of RESULTS.md: benchmarks/results/speedrun
+    timeout: float = 3600.0  # seconds after which a run is ended and counts as never having reached the score
+    out: Path = Path("runs/speedrun")  # folder of the board; that of RESULTS.md is benchmarks/results/speedrun
 
 
 def is_record(result: dict) -> bool:
@@ -74,7 +73,7 @@ def is_record(result: dict) -> bool:
 
 
 def place(result: dict) -> tuple:
-    """Where a result stands on the board: by task; records first, the fastest first."""
+    """Sort key of a result on the board: by task; then records first, and the fastest first."""
     return (
         result["env_id"],
         -result["score"],

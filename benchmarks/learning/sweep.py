@@ -1,12 +1,12 @@
 """Run scripts x variants x environments x seeds, as a user would, and report on them: ./run.sh sweep.
 
-Every run is a fresh process with a folder of its own under OUT/runs and its output under OUT/output. The journal,
-OUT/journal.jsonl, gets a line when a run starts and when it ends, at once on disk: whatever ends the sweep, --resume
-(with --out, if it was given) goes on with what it was to do, without repeating a finished run; failed and broken-off
-runs start anew. With --ray-address the processes are spread over the nodes of a Ray cluster, and what they write is
-brought into the same folder.
+Every run is a fresh process with its own folder under OUT/runs and its output under OUT/output. The journal,
+OUT/journal.jsonl, gets a line when a run starts and when it ends, written to disk at once. Whatever ends the sweep,
+--resume (with --out, if it was given) continues it without repeating a finished run; failed and interrupted runs start
+from scratch. With --ray-address the processes are spread over the nodes of a Ray cluster, and their files are collected
+in the same folders.
 
-Measures: what each run learns, and how long it takes; `./run.sh report` says how it is summarized.
+Measures: what each run learns, and how long it takes; `./run.sh report --help` says how that is summarized.
 Takes: as long as the runs that it announces, divided by --jobs; at the defaults about an hour on two cores.
 Leaves: OUT/runs with a folder for each run, OUT/output, OUT/journal.jsonl and OUT/report.
 """
@@ -48,18 +48,18 @@ PLAN = ("scripts", "variants", "seeds", "env_ids", "total_timesteps", "flags")  
 
 @dataclass
 class Options:
-    scripts: tuple[str, ...] = ()  # pairs, by the names of their eager twins; by default all
-    variants: tuple[Variant, ...] = ()  # by default those of use here
-    seeds: tuple[int, ...] = (21, 31, 41)  # LeanRL's seeds
+    scripts: tuple[str, ...] = ()  # pairs, by the name of the eager script; by default all that can run here
+    variants: tuple[Variant, ...] = ()  # by default eager and compile, on CUDA also those with CUDA graphs
+    seeds: tuple[int, ...] = (21, 31, 41)  # by default LeanRL's
     env_ids: tuple[str, ...] = ()  # environments for every script; by default each script's own
     total_timesteps: int = 50_000  # environment steps of each run
-    jobs: int = 1  # runs side by side, each on its own share of the CPU cores
+    jobs: int = 1  # runs in parallel, each on its own share of the CPU cores
     timeout: float = 14_400.0  # seconds after which a run is ended and counts as failed
-    flags: str = ""  # more flags for all runs, as in --flags="--num-envs 8"
+    flags: str = ""  # extra flags for all runs, as in --flags="--num-envs 8"
     ray_address: str | None = None  # run on a Ray cluster: auto (the one of this machine) or HOST:PORT
-    cpus_per_run: float | None = None  # CPU cores that Ray sets aside for each run there, also fractions; by default 1
-    gpus_per_run: float | None = None  # GPUs for each run there, also fractions; by default none
-    resume: bool = False  # go on with the sweep in OUT, as it was begun
+    cpus_per_run: float | None = None  # on a cluster: CPU cores reserved for each run, fractions allowed; by default 1
+    gpus_per_run: float | None = None  # on a cluster: GPUs reserved for each run, fractions allowed; by default none
+    resume: bool = False  # continue the sweep in OUT with its original settings
     out: Path = Path("runs/sweep")  # folder of the sweep
 
 
@@ -73,9 +73,9 @@ class Job:
 
 
 class Journal:
-    """What was started and how it ended, a line each, written through to the disk before anything else happens.
+    """A line for each run's start and end, flushed to disk before anything else happens.
 
-    Its first line holds the settings of the sweep, which stay what they were when it is resumed.
+    The first line holds the settings of the sweep, which a resumed sweep keeps.
     """
 
     def __init__(self, path: Path, settings: dict, resume: bool):
@@ -120,7 +120,7 @@ def read_journal(path: Path) -> list[dict]:
 
 
 def settings_of(options: Options) -> dict:
-    """What the runs are, as the journal holds it, with nothing left open."""
+    """The options that define the runs, as stored in the journal, with the defaults filled in."""
     settings = {name: getattr(options, name) for name in PLAN}
     settings["scripts"] = settings["scripts"] or pairs_here()
     settings["variants"] = settings["variants"] or default_variants()
@@ -128,7 +128,7 @@ def settings_of(options: Options) -> dict:
 
 
 def resumed(options: Options, saved: dict) -> Options:
-    """The options of the sweep that is resumed; one that is given and says something else is refused."""
+    """The options of the resumed sweep; an option given now with another value is refused."""
     defaults = Options()
     for name in PLAN:
         given = json.loads(json.dumps(getattr(options, name)))
@@ -139,7 +139,7 @@ def resumed(options: Options, saved: dict) -> Options:
 
 
 def announcement(options: Options, jobs: list[Job], pace: str, journal: Journal) -> str:
-    """What is going to be run, in a line."""
+    """A line that says what will be run."""
     counts = {"script": options.scripts, "environment": options.env_ids, "variant": options.variants}
     counts["seed"] = options.seeds
     factors = [f"{len(x)} {noun}{'s' * (len(x) != 1)}" for noun, x in counts.items() if x]
@@ -149,7 +149,7 @@ def announcement(options: Options, jobs: list[Job], pace: str, journal: Journal)
 
 
 def plan(options: Options) -> list[Job]:
-    """All runs in their order: seed by seed, so that a sweep broken off has some of everything."""
+    """All runs in order: seed by seed, so that an interrupted sweep has some runs of everything."""
     jobs = []
     for seed, script in product(options.seeds, options.scripts):
         own = fields_of(script)["env_id"].default
@@ -162,7 +162,7 @@ def plan(options: Options) -> list[Job]:
 
 
 def share_of_cores(slot: int, slots: int) -> set[int] | None:
-    """The CPU cores of one of the jobs that run side by side; None, all of them, if it runs alone."""
+    """The CPU cores of one of several parallel jobs; None, meaning all, if there is only one."""
     cores = sorted(os.sched_getaffinity(0))
     if slots == 1:
         return None
@@ -180,13 +180,13 @@ def last_step(log: Path) -> int:
 
 
 class Here:
-    """Runs as processes of this machine, so many side by side, each on its own share of the CPU cores."""
+    """Runs as processes on this machine, `slots` in parallel, each on its own share of the CPU cores."""
 
     def __init__(self, slots: int):
         self.slots, self.pace = slots, f"{slots} at a time"
 
     def start(self, arguments: list[str], folder: Path, output: Path, slot: int, note) -> processes.Child:
-        """Start a run in an empty folder, after a note that it has started."""
+        """Start a run in an empty folder, after noting that it has started."""
         shutil.rmtree(folder, ignore_errors=True)
         note("started")
         command = [*arguments, "--run-dir", str(folder.resolve())]
@@ -204,7 +204,7 @@ def where(options: Options) -> "Here | cluster_runs.Cluster":
 
 
 def ended(job: Job, options: Options, journal: Journal) -> bool:
-    """Whether a run has ended, or had to be; notes how, and shows the last lines of a failed one."""
+    """Whether a run has ended by itself or by its time limit; notes how, and shows the last lines of a failed one."""
     if job.child.poll() is None:
         if time.perf_counter() - job.child.started < options.timeout:
             return False
@@ -228,7 +228,7 @@ def run_all(jobs: list[Job], place: "Here | cluster_runs.Cluster", options: Opti
     waiting = [job for job in jobs if journal.states.get(job.name) != "finished"]
     slots: list[Job | None] = [None] * min(place.slots, len(jobs))
     done = len(jobs) - len(waiting)
-    apart = 0.1 if sys.stderr.isatty() else 60  # seconds: a file gets a line a minute
+    apart = 0.1 if sys.stderr.isatty() else 60  # seconds between updates: one a minute if written to a file
     with tqdm(total=len(jobs) * options.total_timesteps, unit=" steps", unit_scale=True, mininterval=apart) as bar:
         try:
             while waiting or any(slots):
@@ -245,7 +245,7 @@ def run_all(jobs: list[Job], place: "Here | cluster_runs.Cluster", options: Opti
                 bar.update(done * options.total_timesteps + steps - bar.n)
                 time.sleep(0.5)
         finally:
-            running = [job.child for job in slots if job and job.child]  # none, but after Ctrl-C
+            running = [job.child for job in slots if job and job.child]  # none, except after Ctrl-C
             for child in running:
                 child.ask(signal.SIGTERM)
             for child in running:

@@ -1,16 +1,16 @@
 """How long it takes from pressing Enter to a policy that is good enough: ./run.sh time-to-score.
 
-For each task, a pair on an environment for which CleanRL publishes a score, all contestants are started in turns, seed
-by seed, in one order and for the next seed in the other (A B B A): eager, compiled with an empty and with a filled
-compile cache, and other libraries at the same settings. A run is over when it gets there; else it goes to its end.
+A task is a pair on an environment for which CleanRL publishes a score. For each task the contestants run in turn, seed
+by seed, the order reversed from seed to seed (A B B A): eager, compiled with an empty and with a filled compile cache,
+and other libraries with the same settings. A run is stopped when it reaches the score; otherwise it runs to its end.
 
 Measures: the wall time from the start of the process, imports and compiling included, until the mean return of the last
-100 training episodes first reaches the score; and the share of the runs that get there.
+100 training episodes first reaches the score; and the share of runs that reach it.
 Takes: at the defaults about eleven hours on two cores, of which CartPole and Acrobot take two and a half;
-`--tasks ppo:CartPole-v1` takes 25 minutes. SAC and TD3 are measured only if they are named: to CleanRL's score that
-takes two days.
-Leaves: in --out one JSON file for each task, written anew after each seed, and of all that lie there time_to_score.md
-and time_to_score.png.
+`--tasks ppo:CartPole-v1` takes 25 minutes. SAC and TD3 are measured only if named: reaching CleanRL's score takes them
+two days.
+Leaves: in --out one JSON file per task, rewritten after each seed, and time_to_score.md and time_to_score.png from all
+JSON files there.
 """
 
 import json
@@ -45,8 +45,8 @@ from benchmarks.common.results import Target, describe, estimate, make_folder, p
 from benchmarks.learning import report
 from benchmarks.throughput import peers
 
-LOOK = 0.5  # seconds between two looks into a log: the time that counts is that of the line, not of the look
-DEFAULT = ("ppo", "dqn")  # algorithms whose tasks are measured if none is named
+LOOK = 0.5  # seconds between two reads of a log: the time that counts is the line's, not the read's
+DEFAULT = ("ppo", "dqn")  # algorithms whose tasks are measured if no task is named
 INTRODUCTION = f"""
 Wall time from the start of the process, imports and compiling included, until the mean return of the last
 {runs.LAST_EPISODES} training episodes first reaches a score. A run that never does counts with its whole length.
@@ -58,13 +58,13 @@ waits who starts anew whenever a run was in vain. Cold: the compile cache is emp
 @dataclass
 class Options:
     tasks: tuple[str, ...] = ()  # as in ppo:CartPole-v1; by default those of PPO and DQN with a published score
-    variants: tuple[Variant, ...] = ()  # by default those of use here; compiled ones with a cold and with a warm cache
+    variants: tuple[Variant, ...] = ()  # by default all worth running here; compiled ones with cold and warm caches
     peers: tuple[Literal["sb3", "sbx"], ...] = ("sb3", "sbx")  # libraries to measure beside them
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
-    score: float | None = None  # mean return to reach; by default that which CleanRL publishes
-    flags: str = ""  # more flags for all contestants, as in --flags="--total-timesteps 200000"
-    timeout: float = 14_400.0  # seconds after which a run is ended and counts as one that never got there
-    out: Path = Path("runs/time-to-score")  # of the results; those of RESULTS.md: benchmarks/results/time_to_score
+    score: float | None = None  # mean return to reach; by default the one that CleanRL publishes
+    flags: str = ""  # extra flags for all contestants, as in --flags="--total-timesteps 200000"
+    timeout: float = 14_400.0  # seconds after which a run is ended and counts as never having reached the score
+    out: Path = Path("runs/time-to-score")  # results folder; that of RESULTS.md is benchmarks/results/time_to_score
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class Contestant:
     name: str
     program: str  # a variant of the pair, or a peer
     flags: tuple[str, ...] = ()
-    cache: str | None = None  # cold, warm or, of a program that compiles nothing, None
+    cache: str | None = None  # cold or warm; None for a program that compiles nothing
 
 
 def contestants_of(variants: list[str] | tuple[str, ...], own_peers: tuple[str, ...]) -> list[Contestant]:
-    """The variants and peers; what is compiled, by either cache."""
+    """The variants and peers; compiled variants once with each cache."""
     found = []
     for variant in variants:
         caches = ("cold", "warm") if variant.startswith("compile") else (None,)
@@ -98,10 +98,10 @@ def written(log: Path) -> tuple[list[dict], float]:
 def run_once(
     arguments: list[str], find: Callable[[list[dict]], int | None], timeout: float, **environment: str
 ) -> dict:
-    """Run a program until `find` gives the index of a line of its log; it is ended then, or after so many seconds.
+    """Run a program until `find` returns the index of a line of its log, or for at most `timeout` seconds.
 
     Returns whether it `reached` such a line; the `seconds` until that was written, or else until the end; the `steps`
-    up to then; the `best` mean return of the last episodes; and why it `failed`, if it did.
+    up to then; the `best` mean return over the last episodes; and why it `failed`, if it did.
     """
     with tempfile.TemporaryDirectory() as folder:
         log, lines, found, last = Path(folder, "run", "metrics.jsonl"), [], None, 0.0
@@ -118,7 +118,7 @@ def run_once(
         means = runs.running_returns(runs.Run(log, {}, lines))
         best = {"best": float(np.nanmax(means)) if not np.isnan(means).all() else None}
         if found is not None:
-            # The log's clock starts later than the process: how much later is known of the last line
+            # The log's clock starts later than the process; the last line shows by how much
             seconds = last - begin - (lines[-1]["seconds"] - lines[found]["seconds"])
             return {"reached": True, "seconds": seconds, "steps": lines[found]["global_step"], **best}
         result = {"reached": False, "seconds": child.seconds if has_ended else timeout}
@@ -130,7 +130,7 @@ def run_once(
 
 
 def is_warm(lines: list[dict]) -> int | None:
-    """Index of a line by which all is compiled."""
+    """Index of a line by which everything has been compiled."""
     first = steady.first_update(lines)
     return first if first is not None and len(lines) > first + steady.FIRST_LINES else None
 
@@ -144,7 +144,7 @@ def measure(
     on_seed: Callable[[dict[str, list[dict]]], None],
     bar: tqdm,
 ) -> None:
-    """Run all contestants for a task (script, environment) with each seed; `on_seed` gets what is known, by name."""
+    """Run all contestants on a task (script, environment) with each seed; `on_seed` gets all results by name."""
     script, env_id = task
     results, find = {x.name: [] for x in contestants}, partial(runs.reaches, score=score)
     with tempfile.TemporaryDirectory() as folder:
@@ -172,19 +172,19 @@ def rows_of(results: list[dict]) -> np.ndarray:
 
 
 def each_success(rows: np.ndarray) -> float:
-    """Seconds of all runs for each that got there; infinity if none did."""
+    """Total seconds of all runs per run that reached the score; infinity if none did."""
     seconds, reached = rows.sum(0)
     return seconds / reached if reached else np.inf
 
 
 def times_as_fast(strata: list[np.ndarray]) -> np.ndarray:
-    """How many times as fast the first of two contestants gets there: 0 or infinity where one never does, 1 if none."""
+    """How many times as fast the first of two contestants is: 0 or infinity if one never gets there, 1 if neither."""
     first, second = map(each_success, strata)
     return np.array(1.0 if first == second else second / first)
 
 
 def summarize(results: list[dict]) -> dict:
-    """What the runs of one contestant come to: `share`, `mean` seconds with `interval`, `each`, median `steps`."""
+    """A contestant's runs: how many, `reached` and `failed`; `mean` seconds, `interval`, `each`, and median `steps`."""
     rows = rows_of(results)
     if not len(rows):
         return {"runs": 0, "failed": len(results)}
@@ -195,7 +195,7 @@ def summarize(results: list[dict]) -> dict:
 
 
 def compared(results: list[dict], others: list[dict]) -> str:
-    """How many times as fast the first gets there, with its interval, as a cell."""
+    """A cell: how many times as fast the first is, with the interval."""
     strata = [rows_of(results), rows_of(others)]
     if not all(len(rows) and rows[:, 1].any() for rows in strata):
         return "-"
@@ -203,7 +203,7 @@ def compared(results: list[dict], others: list[dict]) -> str:
 
 
 def cells(name: str, results: list[dict], others: list[list[dict] | None]) -> list[str]:
-    """A row of a table: what a contestant took, and how many times as fast as each of the others it was."""
+    """A row of a table: a contestant's times, and how many times as fast as each of the others it was."""
     own = summarize(results)
     if not own["runs"]:
         return [name, f"{own['failed']} failed", *["-"] * (3 + len(others))]
@@ -228,7 +228,7 @@ def section(result: dict) -> list[str]:
 
 
 def draw(results: list[dict], path: Path) -> None:
-    """For each task the share of the runs that have got there, over time."""
+    """For each task the share of runs that have reached the score, over time."""
     with plots.figure(path, rows=-(-len(results) // 2), columns=min(len(results), 2)) as axes:
         for axis in axes.flat[len(results) :]:
             axis.set_visible(False)
@@ -257,7 +257,7 @@ def write_summary(out: Path) -> str:
 
 
 def file_name(*words: str) -> str:
-    """Of a result, by what it is about."""
+    """The file name of a result, from the words that identify it."""
     return re.sub(r"[^\w.-]+", "_", "_".join(words)).strip("_") + ".json"
 
 

@@ -1,16 +1,16 @@
-"""Search a script's settings, or train a population that changes them on the way, by Ray Tune: ./run.sh tune.
+"""Search a script's settings, or train a population that changes them during training, with Ray Tune: ./run.sh tune.
 
     ./run.sh tune --script ppo --search "learning_rate=loguniform(1e-4,1e-2)" "gamma=[0.98,0.99]" --scheduler asha
     ./run.sh tune --script ppo --scheduler pbt --perturb "learning_rate=*1.5" "ent_coef=uniform(0,0.02)"
     ./run.sh tune --resume runs/tune
 
-Each trial trains the script itself, in a process for each of its seeds. What is searched for is the mean return of the
-last 100 training episodes, of several seeds their interquartile mean. At the end the best settings and the default ones
-are trained anew on other seeds; only the interval of that difference says whether something was found.
+Each trial trains the script itself, in one process per seed. The objective is the mean return of the last 100 training
+episodes or, with several seeds, the interquartile mean over the seeds. At the end the best settings and the defaults
+are trained again on fresh seeds; only the interval of their difference tells whether anything was found.
 
 Measures: that return for each trial, the importance of each setting, and the difference to the default settings.
 Takes: as long as the trials that it announces, and the check at the end: twice --check-seeds runs.
-Leaves: in --out report.json, trials.csv, figures, the runs of all trials and the journal by which --resume goes on.
+Leaves: in --out report.json, trials.csv, figures, the runs of all trials and the journal from which --resume continues.
 """
 
 import contextlib
@@ -49,14 +49,14 @@ from benchmarks.learning.tune_space import Space, parse_all
 
 INSTALL = "pip install -r requirements/requirements-tune.txt"
 POPULATIONS = ("pbt", "pb2")
-ORIGIN = "provenance.json"  # of the search: commit, versions and machine with which it began
-REDUCTION = 3  # of so many trials that have come to a rung, ASHA lets the best one go on
+ORIGIN = "provenance.json"  # of the search: commit, versions and machine at its start
+REDUCTION = 3  # at each rung, ASHA lets one in this many trials continue
 INTERVALS_BY_DEFAULT = 10
 KEPT = ("seed", "run_dir", "resume", "override", "checkpoint_every", "env_id", "total_timesteps")  # no --flags
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a trial that asks for no GPU sees those that are there
-    "RAY_worker_niceness": "0",  # the trials are what this machine is to do
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a trial that requests no GPU still sees all of them
+    "RAY_worker_niceness": "0",  # the trials are this machine's main work
     "RAY_AIR_NEW_OUTPUT": "0",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the journal has it all
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
@@ -71,21 +71,21 @@ class Options:
     script: str = ""  # as in --script ppo or --script ppo_torchcompile
     search: tuple[str, ...] = ()  # settings and what they are drawn from, as in "learning_rate=loguniform(1e-4,1e-2)"
     perturb: tuple[str, ...] = ()  # pbt, pb2: settings that change in a run, as in "gamma=[0.98,0.99]" "ent_coef=*1.2"
-    scheduler: Literal["none", "asha", "pbt", "pb2"] = "none"  # asha stops the worse; pbt, pb2: they copy the better
-    search_algorithm: Literal["random", "optuna"] = "random"  # optuna: by the trials that have ended
-    trials: int = 20  # settings to try
-    population: int = 8  # members with pbt and pb2, instead of --trials
+    scheduler: Literal["none", "asha", "pbt", "pb2"] = "none"  # asha stops bad trials; in pbt, pb2 they copy good ones
+    search_algorithm: Literal["random", "optuna"] = "random"  # optuna draws settings in view of the trials that ended
+    trials: int = 20  # number of trials
+    population: int = 8  # number of members with pbt and pb2, instead of --trials
     env_id: str | None = None  # the task; by default the script's own
     total_timesteps: int | None = None  # environment steps of a whole trial; by default the script's own
-    interval: int | None = None  # environment steps between two decisions; by default a tenth of the whole
-    seeds_per_trial: int = 1  # runs of each trial, each with a seed of its own
-    check_seeds: int = 5  # fresh seeds on which the best and the default settings are trained at the end; 0: none
-    cpus_per_trial: float | None = None  # CPU cores, also fractions; by default 1, or all of a population side by side
-    gpus_per_trial: float = 0.0  # GPUs, or a fraction of one; at 0 trials share what there is
-    jobs: int | None = None  # trials side by side; by default as many as there are cores and GPUs for
-    flags: str = ""  # more flags for all runs, as in --flags="--num-envs 8"
-    search_seed: int = 1  # of what is drawn
-    resume: Path | None = None  # the folder of a search to go on with, by its own settings
+    interval: int | None = None  # environment steps between two decisions; by default a tenth of a trial
+    seeds_per_trial: int = 1  # runs of each trial, each with its own seed
+    check_seeds: int = 5  # fresh seeds on which the best and the default settings are trained at the end; 0 for none
+    cpus_per_trial: float | None = None  # CPU cores, also fractions; default 1, or what lets a whole population run
+    gpus_per_trial: float = 0.0  # GPUs, or a fraction of one; at 0 all trials share the GPUs there are
+    jobs: int | None = None  # trials in parallel; by default as many as there are cores and GPUs for
+    flags: str = ""  # extra flags for all runs, as in --flags="--num-envs 8"
+    search_seed: int = 1  # seed for drawing settings
+    resume: Path | None = None  # the folder of a search to continue with its own settings
     out: Path = Path("runs/tune")  # folder of the search
 
     @property
@@ -103,12 +103,12 @@ class Options:
 
     @property
     def program(self) -> list[str]:
-        """The command that starts the script; a compiled one with CUDA graphs, where there is CUDA."""
+        """The command that starts the script; a compiled script uses CUDA graphs if there is CUDA."""
         return command(self.pair, default_variants()[-1] if self.script.endswith(SUFFIX) else "eager")
 
     @property
     def fixed(self) -> list[str]:
-        """Flags of all runs but for their seeds, folders and what is searched."""
+        """The flags that all runs share: all but seeds, folders and searched settings."""
         return [f"--env-id={self.env_id}", f"--total-timesteps={self.total_timesteps}", *shlex.split(self.flags)]
 
 
@@ -120,7 +120,7 @@ class Search:
     perturbed: dict[str, Space]
 
     def spaces(self) -> dict[str, Space]:
-        """The space of each setting; where there are two, that from which trials begin."""
+        """The space of each setting; if it has two, the one from which its initial value is drawn."""
         return self.perturbed | self.drawn
 
     def parameters(self, script: str) -> dict:
@@ -263,7 +263,7 @@ def announcement(options: Options) -> str:
 
 
 def start_ray(options: Options) -> None:
-    """Start Ray on this machine, with a CPU for each trial at a time: cores are shared out by the trials themselves."""
+    """Start Ray on this machine with one CPU per parallel trial; the trials themselves divide up the cores."""
     import ray
 
     settings = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}

@@ -1,4 +1,4 @@
-"""The search itself: Ray Tune with its schedulers and searchers, driven by what ./run.sh tune was told."""
+"""The search itself: Ray Tune with its schedulers and searchers, driven by the options of ./run.sh tune."""
 
 import json
 import logging
@@ -22,12 +22,12 @@ from benchmarks.learning.tune_space import Space, plain
 from benchmarks.learning.tune_trial import Plan, Trial
 
 NAME = "tune"  # of Ray Tune's own folder in OUT
-TRIES = 20  # to draw other settings for a copy than its donor's
-CHECKPOINTS = 4  # of a trial that are kept: one that is to be copied must not be gone by then
+TRIES = 20  # attempts to draw settings for a copy that differ from its donor's
+CHECKPOINTS = 4  # checkpoints kept per trial, so that one chosen for copying is not deleted before it is copied
 
 
 class Asha(ASHAScheduler):
-    """ASHA that knows, when a search is resumed, what trials had reported: Ray Tune does not keep that."""
+    """ASHA that is told again, when a search is resumed, what trials had reported, as Ray Tune does not keep that."""
 
     def on_trial_add(self, tune_controller, trial) -> None:
         super().on_trial_add(tune_controller, trial)
@@ -37,9 +37,9 @@ class Asha(ASHAScheduler):
 
 
 class SideBySide:
-    """Mixed into a population's scheduler: nobody pauses for members that wait, if there is a place for each of them.
+    """Mixin for a population's scheduler: no member pauses for waiting ones if there is a place for every member.
 
-    Ray Tune would pause all while one is being restarted, so that they all would be, at each interval.
+    Ray Tune would pause all members while one is being restarted, so all would be restarted at each interval.
     """
 
     have_places = False
@@ -53,7 +53,7 @@ class Pbt(SideBySide, PopulationBasedTraining):
     """Population-based training (Jaderberg et al. 2017, 1711.09846)."""
 
     def _get_new_config(self, trial, trial_to_clone) -> tuple[dict, dict]:
-        """Settings of a copy; drawn again if they are those of the donor: both would be the same run from then on."""
+        """Settings of a copy, drawn again if equal to the donor's, as both would then continue as the same run."""
         for _ in range(TRIES):
             settings, operations = super()._get_new_config(trial, trial_to_clone)
             if settings != trial_to_clone.config:
@@ -62,7 +62,7 @@ class Pbt(SideBySide, PopulationBasedTraining):
 
 
 def explorer(perturbed: dict[str, Space]) -> Callable[[dict], dict]:
-    """What is done with a copied trial's settings, after Ray Tune has shifted those from lists and ranges."""
+    """The function that adjusts a copied trial's settings after Ray Tune has perturbed those with lists and ranges."""
 
     def explore(settings: dict) -> dict:
         for name, space in perturbed.items():
@@ -78,7 +78,7 @@ def explorer(perturbed: dict[str, Space]) -> Callable[[dict], dict]:
 
 
 def scheduler_of(options: Options, search: Search, plan: Plan):
-    """Ray Tune's scheduler, by intervals: steps would be late by parts of a rollout, and a decision would be missed."""
+    """Ray Tune's scheduler, counting intervals: steps would be off by parts of a rollout, and decisions be missed."""
     if options.scheduler == "asha":
         return Asha(time_attr=INTERVALS, max_t=plan.last, reduction_factor=REDUCTION)
     if options.scheduler == "none":
@@ -126,7 +126,7 @@ def plan_of(options: Options, search: Search) -> Plan:
 
 
 def has_snapshot(folder: Path) -> bool:
-    """Whether Ray Tune has noted trials from which it can go on; SystemExit(2) if what it noted is broken."""
+    """Whether Ray Tune has saved trials that it can resume; SystemExit(2) if its last snapshot is broken."""
     found = sorted(folder.glob("experiment_state-*.json"))
     try:
         return bool(found) and bool(json.loads(found[-1].read_text())["trial_data"])
@@ -136,9 +136,9 @@ def has_snapshot(folder: Path) -> bool:
 
 def search_all(options: Options, search: Search, plan: Plan, reporter: Reporter) -> None:
     """Run all trials, or those that have not ended yet, to their ends."""
-    logging.getLogger("ray").setLevel(logging.CRITICAL)  # a failed trial is reported in a line, by its own output
+    logging.getLogger("ray").setLevel(logging.CRITICAL)  # a failed trial is reported in a line, with its own output
     start_ray(options)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put its own in the place of that of `stoppable`
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has replaced the handler of `stoppable`
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     bundle = {"CPU": 1, "GPU": options.gpus_per_trial}
     trainable = tune.with_resources(

@@ -1,7 +1,7 @@
-"""The history of the trials of ./run.sh tune, as its journal holds it.
+"""The history of the trials of ./run.sh tune, as recorded in its journal.
 
-OUT/journal.jsonl gets a line when a trial starts, reports and ends, at once on disk. Its first line has the settings of
-the search.
+OUT/journal.jsonl gets a line when a trial starts, reports and ends, flushed to disk at once. Its first line has the
+settings of the search.
 """
 
 import math
@@ -11,13 +11,13 @@ from pathlib import Path
 from benchmarks.learning.sweep import read_journal
 
 OBJECTIVE, INTERVALS = "objective", "intervals"  # of a report: what is searched for, and the time axis
-DROPPED = "dropped"  # the state of a trial that had just begun when a search was killed, and that a resumed one misses
-STATES = ("finished", "stopped", "failed")  # in which a trial has ended: with its whole budget, before it, by an error
+DROPPED = "dropped"  # state of a trial that began so shortly before the search was killed that a resumed one lacks it
+STATES = ("finished", "stopped", "failed")  # states of an ended trial: after its full budget, earlier, by an error
 
 
 @dataclass(eq=False)
 class History:
-    """A trial: its reports, whose intervals rise, and the state that it is in."""
+    """A trial: its reports, in ascending order of intervals, and its state."""
 
     id: str
     number: int  # in the order in which trials started
@@ -32,7 +32,7 @@ class History:
 
     @property
     def last(self) -> dict:
-        """The last report; of a trial without one, what stands for it."""
+        """The last report, or a placeholder if there is none."""
         nothing = {INTERVALS: 0, "steps": 0, OBJECTIVE: math.nan, "returns": [], "settings": self.settings}
         return self.reports[-1] if self.reports else nothing
 
@@ -51,7 +51,7 @@ class History:
 
 
 def read_histories(journal: Path) -> dict[str, History]:
-    """The trials of a search by their ids, in the order in which they started, but for those that were dropped."""
+    """The trials of a search by id, in the order in which they started, without the dropped ones."""
     found = {}
     for line in read_journal(journal)[1:]:
         found.setdefault(line["run"], History(line["run"], len(found))).take(line)

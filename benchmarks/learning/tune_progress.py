@@ -1,4 +1,4 @@
-"""What Ray Tune says of the trials while ./run.sh tune searches: noted in the journal, and shown in the terminal."""
+"""What Ray Tune reports on the trials during ./run.sh tune: recorded in the journal and shown in the terminal."""
 
 import math
 import shutil
@@ -18,14 +18,14 @@ SHOWN = 12  # lines of the table of running trials at most
 
 
 def error_of(trial) -> str:
-    """What a trial has failed by. Ray Tune brings its own copy into the search's folder only later."""
+    """The error of a failed trial. Ray Tune copies the error file into the search's folder only later."""
     file = trial.pickled_error_file
     error = cloudpickle.loads(Path(file).read_bytes()) if file and Path(file).exists() else None
     return str(getattr(error, "cause", None) or error or "Ray does not say why")
 
 
 class Table:
-    """A few lines at the end of the terminal that are written anew; none where the output is no terminal."""
+    """A few lines at the end of the terminal that are redrawn; nothing is shown if the output is not a terminal."""
 
     def __init__(self):
         self.height, self.drawn = 0, 0.0
@@ -61,10 +61,10 @@ class Reporter(Callback):
         Reporter.current = self
 
     def __reduce__(self):
-        return of_this_process, ()  # Tune keeps its callbacks with the search; a resumed one has this process's
+        return of_this_process, ()  # Tune saves its callbacks with the search; a resumed one uses this process's
 
     def has_ended(self, trial) -> bool:
-        """Whether a trial had ended before the search was killed, and Ray Tune only did not know it any more."""
+        """Whether a trial had ended before the search was killed, which Ray Tune's last snapshot does not show."""
         return trial.trial_id in self.histories and self.histories[trial.trial_id].has_ended
 
     def note(self, trial_id: str, state: str, **more) -> History:
@@ -81,10 +81,10 @@ class Reporter(Callback):
         print(line, flush=True)
 
     def on_step_begin(self, iteration: int, trials: list, **info) -> None:  # noqa: ARG002
-        """Take up a search that was killed.
+        """Resume a search that was killed.
 
-        Trials that only the journal knows, started within the last second before, are dropped. The others go on from
-        their own folders: the checkpoint that Ray Tune knows of may be older, or of the trial that was copied last.
+        Trials known only to the journal, as they started within the last second, are dropped. The others resume from
+        their own folders: the checkpoint that Ray Tune knows of may be older, or from the trial that was last copied.
         """
         if self.is_new:
             for trial in trials:
@@ -97,7 +97,7 @@ class Reporter(Callback):
         self.is_new = False
 
     def has_its_own(self, trial) -> bool:
-        """Whether a trial's own folders are whole, and no copy of another one that is still there was to be made."""
+        """Whether a trial's own folders are complete, and it was not about to copy a checkpoint that still exists."""
         folders = [self.plan.folder / trial.trial_id / f"seed{i}" for i in range(self.plan.seeds)]
         if trial.trial_id not in self.histories or not all(map(is_whole, folders)):
             return False

@@ -1,8 +1,8 @@
-"""The end of ./run.sh tune: the best settings, tried again on fresh seeds; tables, figures, importance.
+"""The final report of ./run.sh tune: the best settings, checked on fresh seeds; tables, figures, importance.
 
 OUT/trials.csv, OUT/report.json            the trials, the best settings as a command, importance, the check
 OUT/objective.png, OUT/parallel.png        returns over the steps; each trial as a line through its settings
-OUT/lineage.png, OUT/schedules.png         of a population: who went on from whom, and what settings became
+OUT/lineage.png, OUT/schedules.png         of a population: who was copied by whom, and how settings changed
 OUT/check/                                 the runs on fresh seeds
 """
 
@@ -26,8 +26,8 @@ from benchmarks.learning.tune import ORIGIN, Options, Search
 from benchmarks.learning.tune_history import INTERVALS, OBJECTIVE, History
 from benchmarks.learning.tune_space import as_flag, show
 
-FRESH = 1_000_000_001  # the first seed of the check; no trial has it
-FEW = 4  # values of a setting below which nothing is said of its importance
+FRESH = 1_000_000_001  # the first seed of the check, used by no trial
+FEW = 4  # fewest results from which importance is estimated
 BEST, DEFAULT = "best", "default"
 
 
@@ -38,7 +38,7 @@ def best_of(histories: list[History]) -> History | None:
 
 
 def ancestry(history: History, histories: list[History]) -> list[dict]:
-    """The reports by which a trial came about, from the first interval on: before it copied another, that one's."""
+    """The reports that led to a trial, from the first interval on: before each copy, those of the donor."""
     by_id, line, upto = {x.id: x for x in histories}, [], math.inf
     while history is not None:
         donor = None
@@ -55,17 +55,17 @@ def ancestry(history: History, histories: list[History]) -> list[dict]:
 
 
 def gains(histories: list[History]) -> list[dict]:
-    """Of each interval that a member of a population went through: its settings, and what its return rose by."""
+    """For each interval of each member of a population: its settings, and the gain of its return."""
     rows = []
     for history in histories:
         for before, after in zip(history.reports, history.reports[1:], strict=False):
-            if after["donor"] is None:  # else the return rose by copying
+            if after["donor"] is None:  # otherwise the change is due to copying
                 rows.append(after["settings"] | {OBJECTIVE: after[OBJECTIVE] - before[OBJECTIVE]})
     return rows
 
 
 def importance(options: Options, search: Search, histories: list[History]) -> dict:
-    """How much each setting mattered, by a method that is named."""
+    """How much each setting mattered, and by which method that was estimated."""
     if options.is_population:
         rows, what = gains(histories), "the gain of return in an interval"
     else:
@@ -104,7 +104,7 @@ def fanova(search: Search, rows: list[dict], names: list[str]) -> dict[str, floa
 
 
 def check_on_fresh_seeds(options: Options, settings: dict) -> dict:
-    """Train the default and the best settings anew -> their returns, and their difference with its interval."""
+    """Train the default and the best settings again -> their returns, and the difference with its interval."""
     out, chosen = options.out / "check", {DEFAULT: {}, BEST: settings}
     for folder in ("runs", "output"):
         make_folder(out / folder)
@@ -148,7 +148,7 @@ def compare(found: dict[str, list[float]]) -> dict:
 
 
 def rows_of(histories: list[History]) -> list[dict]:
-    """The table of trials, the best first; those that were stopped early behind the whole ones."""
+    """The table of trials, best first, with those that were stopped early after the complete ones."""
 
     def order(history: History) -> tuple:
         value = history.last[OBJECTIVE]
@@ -164,7 +164,7 @@ def rows_of(histories: list[History]) -> list[dict]:
 
 
 def command_of(options: Options, settings: dict) -> str:
-    """A command to paste that trains by these settings, from the root of the repository."""
+    """A command to paste that trains with these settings, from the root of the repository."""
     script = f"{SCRIPTS.name}/{options.script}.py"
     return shlex.join(["python", script, *options.fixed, *(as_flag(*x) for x in settings.items())])
 
@@ -183,7 +183,7 @@ def draw_objective(path: Path, options: Options, histories: list[History], best:
 
 
 def positions(values: list, is_logarithmic: bool) -> tuple[np.ndarray, list[tuple[float, str]]]:
-    """Where values stand on an axis from 0 to 1, and the marks at its ends, or at each value that is no number."""
+    """Positions of values on an axis from 0 to 1, and its marks: at the ends, or at each value if not numeric."""
     if all(isinstance(x, int | float) and not isinstance(x, bool) for x in values):
         numbers = np.array(values, dtype=float)
         scaled = np.log(numbers) if is_logarithmic else numbers
@@ -217,7 +217,7 @@ def draw_parallel(path: Path, search: Search, histories: list[History]) -> None:
 
 
 def draw_lineage(path: Path, histories: list[History], best: History) -> None:
-    """A line for each member, an arrow where one went on from another; what led to the best is blue."""
+    """A line for each member, an arrow where one copied another; what led to the best is blue."""
     number = {x.id: x.number for x in histories}
     with plots.figure(path) as axes:
         axis = axes[0, 0]
@@ -236,7 +236,7 @@ def draw_lineage(path: Path, histories: list[History], best: History) -> None:
 
 
 def draw_schedules(path: Path, search: Search, histories: list[History], best: History) -> None:
-    """What each perturbed setting became; that of the best, with those that it came from, is blue."""
+    """How each perturbed setting changed; the best member, with its ancestors, is blue."""
     names = [x for x in search.perturbed if all(isinstance(y, int | float) for y in values_of(histories, x))]
     if not names:
         return

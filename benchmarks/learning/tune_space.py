@@ -1,8 +1,8 @@
-"""What ./run.sh tune searches: names of a script's settings with the values that they may take, checked against it.
+"""What ./run.sh tune searches: a script's settings and the values that they may take, checked against the script.
 
 learning_rate=loguniform(1e-4,1e-2)   also uniform(a,b), quniform(a,b,step), randint(a,b); both ends are included
 gamma=[0.98,0.99,0.995]               one of these
-learning_rate=*1.2                    --perturb only: times 1.2 or divided by it
+learning_rate=*1.2                    --perturb only: multiplied or divided by 1.2
 """
 
 import ast
@@ -24,7 +24,7 @@ OWN = (
 
 @dataclass(frozen=True)
 class Space:
-    """The values of one setting. `numbers` are the ends of a range and its step, a list's values, or a factor."""
+    """The values of one setting. `numbers` holds the ends of a range and its step, the list's values, or the factor."""
 
     name: str
     kind: Literal["uniform", "loguniform", "quniform", "randint", "list", "factor"]
@@ -57,7 +57,7 @@ class Space:
         return distributions.FloatDistribution(low, high, log=self.kind == "loguniform", step=step[0] if step else None)
 
     def within(self, value):
-        """A value that was perturbed, brought back between the ends of the range and the script's limits."""
+        """A perturbed value, clamped to the range and to the script's limits."""
         low, high = self.limits
         if self.is_range:
             low, high = max(low, self.numbers[0]), min(high, self.numbers[1])
@@ -65,7 +65,7 @@ class Space:
 
 
 def plain(value):
-    """A number of NumPy's, as Ray Tune draws them, as one of Python's."""
+    """A NumPy number, as Ray Tune draws them, converted to a Python one."""
     return value.item() if hasattr(value, "item") else value
 
 
@@ -158,7 +158,7 @@ def check_range(kind: str, numbers: tuple) -> None:
 
 
 def limits_of(script: str, field: Field, values: tuple) -> tuple[float, float]:
-    """The least and greatest value of a setting, as the script refuses others."""
+    """The smallest and largest value of a setting that the script accepts."""
     numbers = [x for x in values if type(x) in (int, float)]
     if not numbers:
         return -math.inf, math.inf
@@ -167,7 +167,7 @@ def limits_of(script: str, field: Field, values: tuple) -> tuple[float, float]:
 
 
 def parse(flag: str, text: str, script: str) -> Space:
-    """The space that NAME=VALUES says; SystemExit(2) where it is wrong, or not one of the script's settings."""
+    """The space that NAME=VALUES describes; SystemExit(2) if it is invalid, or not one of the script's settings."""
     name, equals, values = (x.strip() for x in text.partition("="))
     known = fields_of(script)
     check_name(flag, name, known, script)

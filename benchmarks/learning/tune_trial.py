@@ -1,9 +1,9 @@
-"""A trial of ./run.sh tune: a script trains in processes of its own, one a seed, and its trial reports to Ray Tune.
+"""A trial of ./run.sh tune: a script trains in its own processes, one per seed, and the trial reports to Ray Tune.
 
-At each interval a process is frozen just behind its checkpoint, until Tune says how the trial goes on. So what was
-reported is what was trained, a copy of the folder is a copy of the trial, and to go on takes no restart.
+At each interval a process is frozen right after its checkpoint, until Tune decides how the trial continues. So the
+report is on exactly what was trained, a copy of the folder is a copy of the trial, and continuing needs no restart.
 
-    OUT/trials/ID/seed0/      the script's run folder; with its checkpoint a trial goes on after whatever has ended it
+    OUT/trials/ID/seed0/      the script's run folder; from its checkpoint a trial can resume, whatever has ended it
     OUT/trials/ID/seed0.txt   what the script printed
 """
 
@@ -24,10 +24,10 @@ from benchmarks.learning.sweep import last_step, share_of_cores
 from benchmarks.learning.tune_history import INTERVALS, OBJECTIVE, History, read_histories
 from benchmarks.learning.tune_space import as_flag, plain
 
-POLL = 0.02  # seconds between two looks for a checkpoint
-POLL_OTHERS = 0.1  # seconds between two looks at where the other members stand
-ARRIVAL = "arrival.json"  # of a member of a population: the interval at which it waits for its turn, and its return
-RUN_FILES = ("checkpoint.pt", "config.json", "metrics.jsonl")  # what a script needs to go on
+POLL = 0.02  # seconds between two checks for a checkpoint
+POLL_OTHERS = 0.1  # seconds between two checks of the other members' progress
+ARRIVAL = "arrival.json"  # file of a population member: the interval at which it waits for its turn, and its return
+RUN_FILES = ("checkpoint.pt", "config.json", "metrics.jsonl")  # what a script needs to resume
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Plan:
     seeds: int  # runs of each trial
     slots: int  # trials side by side
     perturbed: tuple[str, ...] = ()  # settings that may change while a trial runs
-    members: int = 0  # of a population whose members all run side by side, and keep step
-    first_seed: int = 1  # of the first run of the first trial
+    members: int = 0  # size of a population whose members all run in parallel and in step; otherwise 0
+    first_seed: int = 1  # seed of the first run of the first trial
 
     @property
     def last(self) -> int:
@@ -56,12 +56,12 @@ class Plan:
 
 
 def seed_of(trial_id: str, run: int, plan: Plan) -> int:
-    """The seed of a run of a trial: no two of a search are the same. Ids end in a number, or are hexadecimal ones."""
+    """The seed of a run of a trial, unique within a search. Ids end in a number, or are hexadecimal numbers."""
     return plan.first_seed + plan.seeds * int(trial_id.rpartition("_")[2], 16) + run
 
 
 def identity(path: Path) -> tuple[int, int, int] | None:
-    """Which file is there: another one after each time that it was replaced or added to."""
+    """A key that changes whenever the file is replaced or appended to; None if there is no file."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -87,7 +87,7 @@ class Program:
 
     @property
     def interval(self) -> int:
-        """How many intervals it has behind it, by its log."""
+        """How many intervals it has completed, by its log."""
         return last_step(self.folder / "metrics.jsonl") // self.plan.interval
 
     @property
@@ -99,9 +99,9 @@ class Program:
         self.child.go_on()
 
     def has_arrived(self) -> bool:
-        """Whether it has ended, or written the checkpoint of an interval that is not the last; then it is frozen.
+        """Whether it has ended, or has written the checkpoint of an interval other than the last; then it is frozen.
 
-        The checkpoint that a script writes at its end is in no new interval: rollouts have fewer steps than rows.
+        A script's final checkpoint need not begin a new interval, as rollouts have fewer steps than rows.
         """
         if self.has_ended or self.child.is_frozen():
             return True
@@ -117,7 +117,7 @@ class Program:
 
 
 def take_cores(folder: Path, slots: int) -> tuple[object, set[int] | None]:
-    """(lock, cores) of a share of the CPU that no other trial has; the lock is held as long as its file is open."""
+    """(lock, cores) of a share of the CPU that no other trial has; the lock is held while its file is open."""
     for slot in range(slots):
         file = (folder / f"slot{slot}").open("a")
         try:
@@ -126,11 +126,11 @@ def take_cores(folder: Path, slots: int) -> tuple[object, set[int] | None]:
             file.close()
             continue
         return file, share_of_cores(slot, slots)
-    return None, None  # one that ends has not let go of its share yet
+    return None, None  # a trial that is ending has not released its share yet
 
 
 def as_it_ended(history: History) -> dict:
-    """The last report of a trial that had ended when the search was killed, within Ray Tune's last second."""
+    """The last report of a trial that ended too shortly before the search was killed for Ray Tune's snapshot."""
     if history.state == "failed":
         raise RuntimeError(history.why)
     names = (INTERVALS, "steps", OBJECTIVE, "returns")
@@ -138,13 +138,13 @@ def as_it_ended(history: History) -> dict:
 
 
 def goes_before(first: str, arrival: dict, second: str, other_arrival: dict) -> bool:
-    """Whether the first of two members reports before the second: by their returns, the ids settle a tie."""
+    """Whether the first of two members reports before the second: by return, with the ids as tie-breaker."""
     returns = [-math.inf if math.isnan(x[OBJECTIVE]) else x[OBJECTIVE] for x in (arrival, other_arrival)]
     return (returns[0], first) > (returns[1], second)
 
 
 def copy_run(source: Path, target: Path) -> None:
-    """Put the run in `source` in the place of that in `target`, which stays until the copy is whole."""
+    """Replace the run in `target` by a copy of the one in `source`; the old one stays until the copy is complete."""
     copy, old = (target.with_name(f"{target.name}.{kind}") for kind in ("copy", "old"))
     for folder in (copy, old):
         shutil.rmtree(folder, ignore_errors=True)
@@ -174,7 +174,7 @@ class Trial(Trainable):
         return [self.plan.folder / self.trial_id / f"seed{i}" for i in range(self.plan.seeds)]
 
     def reset_config(self, new_config: dict) -> bool:  # noqa: ARG002
-        """Become another trial: what Tune has paused or ended, ends."""
+        """Become another trial: the processes of the one that Tune has paused or ended are stopped."""
         self.cleanup()
         self.donor = None
         return True
@@ -185,7 +185,7 @@ class Trial(Trainable):
         self.programs = []
 
     def start(self) -> None:
-        """Start the script for each seed: from its checkpoint if there is one, by the settings that hold now."""
+        """Start the script for each seed, from its checkpoint if there is one, with the current settings."""
         settings = {name: plain(value) for name, value in self.config.items()}
         for i, folder in enumerate(self.folders):
             if is_whole(folder):
@@ -222,10 +222,10 @@ class Trial(Trainable):
         return result
 
     def wait_for_others(self, result: dict) -> None:
-        """Report after all members have come to this interval, and after the better of them have reported.
+        """Report once all members have reached this interval, and after those with better returns have reported.
 
-        Ray Tune decides report by report. In this order it knows the scores of all, and the best have been saved, when
-        the worst report; else it would compare reports of different intervals, or find no checkpoint to copy.
+        Ray Tune decides at each report. In this order it knows all scores, and the best have been saved, when the worst
+        report; otherwise it would compare reports of different intervals, or find no checkpoint to copy.
         """
         arrival = {INTERVALS: result[INTERVALS], OBJECTIVE: result[OBJECTIVE]}
         write_json(self.plan.folder / self.trial_id / ARRIVAL, arrival)
@@ -236,7 +236,7 @@ class Trial(Trainable):
                 seen, histories = identity(self.plan.journal), read_histories(self.plan.journal)
 
     def is_my_turn(self, mine: dict, histories: dict[str, History]) -> bool:
-        """Whether no other member is behind this interval, or at it with a better return and not reported yet."""
+        """Whether no other member has yet to reach this interval, or to report a better return at it."""
         for other in [x for x in histories.values() if not x.has_ended and x.id != self.trial_id]:
             if other.last[INTERVALS] >= mine[INTERVALS]:
                 continue
@@ -249,7 +249,7 @@ class Trial(Trainable):
         return len(histories) >= self.plan.members
 
     def report(self) -> dict:
-        """Where the trial stands; its objective is NaN while a seed has ended no episode."""
+        """The trial's progress; the objective is NaN while a seed has not finished any episode."""
         found = [runs.read_run(folder) for folder in self.folders]
         steps, returns = min(run.steps for run in found), [runs.final_return(run) for run in found]
         done = all(program.has_ended for program in self.programs)
@@ -264,7 +264,7 @@ class Trial(Trainable):
         Path(checkpoint_dir, "trial.json").write_text(json.dumps(self.trial_id))
 
     def load_checkpoint(self, checkpoint: str) -> None:
-        """Go on from a checkpoint of this trial or of another one, which is the donor then."""
+        """Resume from a checkpoint of this trial, or of another, which then is the donor."""
         self.cleanup()
         for folder in self.folders:
             copy_run(Path(checkpoint, folder.name), folder)

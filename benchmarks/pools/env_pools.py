@@ -1,13 +1,13 @@
-"""Pools of environments that wait in lock-step and pools that do not, beside the formulas: ./run.sh env-pools.
+"""Pools of environments in lock-step and pools that do not wait, compared with the formulas: ./run.sh env-pools.
 
-Environments sleep, so that the processors have little to do: a step takes 3 ms and, once in a hundred, 100 ms more. The
-contestants of a part are all started, then measured in turn, forwards and backwards (A B B A); libraries that are not
-installed are left out.
+Environments sleep, so that the processors have little to do: a step takes 3 ms and, with probability 1 %, 100 ms more.
+All contestants of a part are started first and then measured in turn, the order reversed from round to round (A B B A);
+libraries that are not installed are left out.
 
 Measures: the time of a step of all environments, the overhead where steps take no time, where a training run's time
-goes, and what becomes of a run whose workers are killed.
+goes, and how a run fares whose workers are killed.
 Takes: at the defaults about twenty minutes; --parts and --sizes shorten it.
-Leaves: in --out a JSON file for each part and, of all that lie there, env_pools.md and env_pools.png.
+Leaves: in --out a JSON file per part, and env_pools.md and env_pools.png from all JSON files there.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ TRIVIAL = 8  # environments that take no time
 RLLIB = {"num_envs": 6, "step": 0.005, "lock-step in one process": 60.9, "asynchronous": 19.1}  # as published, in s
 KILL_EVERY = 5  # seconds
 SLOW_CARTPOLE, WATCHED = "benchmarks.pools.sleeping:SlowCartPole-v0", "benchmarks.throughput.ceilings"
-MANY = 10**9  # environment steps that no run here comes to
+MANY = 10**9  # environment steps that no run here reaches
 
 INTRODUCTION = f"""
 Times are of one step of all N environments on average, N / (environment steps/s); medians and quartiles of the rounds.
@@ -56,17 +56,17 @@ class Options:
     parts: tuple[Literal["sleeping", "rllib", "overhead", "split", "killed"], ...] = (
         "sleeping", "rllib", "overhead", "split", "killed",
     )  # what to measure  # fmt: skip
-    sizes: tuple[int, ...] = SIZES  # numbers of sleeping environments, multiples of 4 or 6
-    rounds: int = 4  # times that each contestant is measured
-    seconds: float = 2.0  # of each measurement
+    sizes: tuple[int, ...] = SIZES  # numbers of sleeping environments, multiples of 6
+    rounds: int = 4  # how often each contestant is measured
+    seconds: float = 2.0  # duration of each measurement
     minute: float = 60.0  # seconds during which workers are killed
-    seeds: tuple[int, ...] = (1, 2, 3)  # of the runs whose workers are killed
-    out: Path = Path("runs/env_pools")  # folder of the results; those of the README: benchmarks/results/env_pools
+    seeds: tuple[int, ...] = (1, 2, 3)  # seeds of the runs whose workers are killed
+    out: Path = Path("runs/env_pools")  # results folder; the README's results are in benchmarks/results/env_pools
 
 
 @dataclass
 class Contestant:
-    """How to start a pool, the library that it needs, and the model's seconds for a step of all its environments."""
+    """How to start a pool, the library it needs, and the model's predicted seconds for a step of all environments."""
 
     name: str
     start: Callable[[], object]
@@ -75,7 +75,7 @@ class Contestant:
 
 
 def sleeping_contestants(num_envs: int, step: float, tail: float, chance: float) -> list[Contestant]:
-    """Everything that steps sleeping environments, with the model of each."""
+    """All ways to step sleeping environments, each with its model."""
     make, times = partial(Sleeping, step, tail, chance), (step, tail, chance)
     waiting, ready = pool_models.lock_step(*times, num_envs), pool_models.first_ready(*times)
     quarter = max(num_envs // 4, 1)
@@ -106,7 +106,7 @@ def sleeping_contestants(num_envs: int, step: float, tail: float, chance: float)
 
 
 def trivial_contestants() -> list[Contestant]:
-    """Everything around environments that take no time, and EnvPool around its own."""
+    """All pools, with environments that take no time, and EnvPool with its own environment."""
     make, size = partial(Sleeping, step=0.0), TRIVIAL
     found = [
         Contestant("gymnasium SyncVectorEnv", partial(pool_peers.gymnasium_sync, make, size)),
@@ -137,7 +137,7 @@ def trivial_contestants() -> list[Contestant]:
 
 
 def seconds_per_step(pool, seconds: float) -> float:
-    """Seconds for one step of all environments of a pool, measured for so long."""
+    """Seconds for one step of all environments of a pool, measured for `seconds`."""
     steps, start = 0, time.perf_counter()
     while (now := time.perf_counter()) - start < seconds:
         steps += pool.exchange()
@@ -180,7 +180,7 @@ def measure_overhead(options: Options) -> dict:
 
 @contextlib.contextmanager
 def training(arguments: list[str], **environment: str):
-    """A run of a program as (child, its run folder); it is ended at the end, and must have gone well until then."""
+    """Context of a running program: (child, its run folder). On exit it is stopped, and must not have failed before."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
         child = processes.start([*arguments, "--run-dir", str(run)], Path(folder, "output"), **environment)
@@ -200,7 +200,7 @@ VARIANTS = {
 
 
 def measure_split(options: Options) -> dict:
-    """Where the time of a step of 24 environments goes in training, by a look at the loop now and then."""
+    """Where the time of a step of 24 environments goes in training, by sampling the loop."""
     rows = []
     for name, (suffix, ready_batch) in tqdm(VARIANTS.items(), desc="split"):
         script = SCRIPTS / f"{pool_peers.SCRIPT.stem}{suffix}.py"
@@ -209,7 +209,7 @@ def measure_split(options: Options) -> dict:
         words = [word for pair in flags.items() for word in pair]
         program = [sys.executable, "-m", WATCHED, "sections", str(script), "--no-tensorboard", *words]
         with training(program, PYTHONPATH=str(ROOT)) as (child, folder):
-            # The first rollout is of starting and compiling
+            # The first rollout includes starting and compiling
             while (
                 child.poll() is None and len(lines := runs.read_lines(folder / "metrics.jsonl")[0]) < 4 + options.rounds
             ):
@@ -220,13 +220,13 @@ def measure_split(options: Options) -> dict:
 
 
 def workers(pid: int) -> list[int]:
-    """The worker processes of a run: its children, but for the one with which multiprocessing tidies up."""
+    """The worker processes of a run: its children except multiprocessing's resource tracker."""
     children = [int(x) for task in Path(f"/proc/{pid}/task").iterdir() for x in (task / "children").read_text().split()]
     return [x for x in children if "resource_tracker" not in Path(f"/proc/{x}/cmdline").read_text()]
 
 
 def run_and_kill(seed: int, minute: float) -> dict:
-    """A run on CartPole of which a worker is killed every few seconds, for so long; then it goes on to its end."""
+    """A CartPole run in which a worker is killed every few seconds, for `minute` seconds; then it runs to its end."""
     program = [
         sys.executable,
         str(pool_peers.SCRIPT),
@@ -242,7 +242,7 @@ def run_and_kill(seed: int, minute: float) -> dict:
             child.wait(0.1)
         start = time.perf_counter()
         while child.wait(KILL_EVERY) is None and time.perf_counter() - start < minute:
-            with contextlib.suppress(OSError):  # it may have just ended
+            with contextlib.suppress(OSError):  # the run may have ended meanwhile
                 alive = workers(child.process.pid)
                 os.kill(alive[kills % len(alive)], signal.SIGKILL)
                 kills += 1
@@ -364,7 +364,7 @@ SECTIONS_OF = {
     "sleeping": sleeping_section, "rllib": rllib_section, "overhead": overhead_section, "split": split_section,
     "killed": killed_section,
 }  # fmt: skip
-CURVES = {  # the model over the number of environments, and the contestant whose points lie on it
+CURVES = {  # the model over the number of environments, and the contestants whose points it predicts
     "lock-step": (pool_models.lock_step, ("gymnasium AsyncVectorEnv", "SB3 SubprocVecEnv", "ours, M = N")),
     f"rollouts of {LENGTH}": (partial(pool_models.rollouts, length=LENGTH), ("ours, M = N/4, rollouts",)),
     "first ready": (lambda *x: pool_models.first_ready(*x[:3]), ("ours, M = N/4", "tianshou ShmemVectorEnv, M = N/4")),
@@ -373,7 +373,7 @@ MARKS = {"gymnasium AsyncVectorEnv": "s", "SB3 SubprocVecEnv": "^", "tianshou Sh
 
 
 def draw(results: list[dict], path: Path) -> None:
-    """Milliseconds of a step of all over the number of environments: the model's curves, the measured points."""
+    """Milliseconds per step of all against the number of environments: the models as curves, measurements as points."""
     sizes = np.arange(1, 33)
     with plots.figure(path, size=(6.4, 4.2)) as axes:
         axis = axes[0, 0]

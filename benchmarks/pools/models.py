@@ -1,6 +1,6 @@
-"""What pools of environments cost in theory: seconds for N environment steps, one each on average.
+"""What pools of environments cost in theory: seconds for N environment steps, on average one per environment.
 
-A step takes t seconds and, with probability p, T seconds more; whoever steps and waits takes no time of its own.
+A step takes t seconds and, with probability p, T seconds more; the pool itself adds no overhead.
 """
 
 import heapq
@@ -24,7 +24,7 @@ def first_ready(t: float, tail: float, chance: float) -> float:
 
 
 def rollouts(t: float, tail: float, chance: float, num_envs: int, length: int) -> float:
-    """Environments wait for each other after every L steps only: t + T E[max of N binomial (L, p) counts] / L."""
+    """Environments wait for each other only after every L steps: t + T E[max of N binomial (L, p) counts] / L."""
     # P(K = k) by the ratio of neighbours; the largest of N counts exceeds k with probability 1 - P(K <= k)^N
     k = np.arange(1, length + 1)
     ratios = (length - k + 1) / k * (chance / (1 - chance))
@@ -34,7 +34,7 @@ def rollouts(t: float, tail: float, chance: float, num_envs: int, length: int) -
 
 
 def hybrid_lock_step(t: float, tail: float, chance: float, num_workers: int, envs_per_worker: int) -> float:
-    """W workers that step V environments in turn and wait for each other: V times a step of rollouts of length V."""
+    """W workers step V environments each in turn and wait for each other: V times a step in rollouts of length V."""
     return envs_per_worker * rollouts(t, tail, chance, num_workers, envs_per_worker)
 
 
@@ -44,14 +44,14 @@ def hybrid_first_ready(t: float, tail: float, chance: float, envs_per_worker: in
 
 
 def one_slow_step(t: float, tail: float, length: int) -> float:
-    """A rollout of L steps of which one takes T, a step of it: (T + (L - 1) t) / L."""
+    """The mean step time of a rollout of L steps, one of which takes T: (T + (L - 1) t) / L."""
     return (tail + (length - 1) * t) / length
 
 
 def simulate(
     t: float, tail: float, chance: float, num_envs: int, ready_batch: int, steps: int = 100_000, seed: int = 0
 ) -> float:
-    """First ready with batches of M: the pool waits until M are ready, then gives all of these their next step."""
+    """First ready in batches of M: the pool waits until M are ready, then starts the next step of all that are."""
     rng = np.random.default_rng(seed)
     draw = iter((t + tail * (rng.random(steps + 2 * num_envs) < chance)).tolist())
     finish, done, now = [next(draw) for _ in range(num_envs)], 0, 0.0

@@ -1,7 +1,7 @@
 """Pools of other libraries and ours, each as an object with `exchange() -> env steps done`, `finish` and `close`.
 
-`make` makes one environment with two actions, and can be pickled. Ours, tianshou's and torchrl's give actions to those
-that are ready first; the others step all in lock-step.
+`make` makes one environment with two actions and can be pickled. Ours, tianshou's, torchrl's and `EnvPoolAsync` give
+actions to those that are ready first; the others step all environments in lock-step.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ SCRIPT = SCRIPTS / "ppo_env_pool.py"
 
 
 class LockStep:
-    """A vector environment of which each exchange is one step of all."""
+    """A vector environment; each exchange is one step of all its environments."""
 
     def __init__(self, vector, step: Callable[[np.ndarray], object], num_envs: int):
         self.num_envs, self.action, self.step, self.close = num_envs, np.zeros(num_envs, dtype=int), step, vector.close
@@ -54,7 +54,7 @@ def sb3(make: Callable, num_envs: int) -> LockStep:
 
 
 def envpool_sync(_make: Callable, num_envs: int) -> LockStep:
-    """EnvPool can step nothing but its own environments; here CartPole, in one thread."""
+    """EnvPool can step only its own environments; here CartPole, in one thread."""
     import envpool
 
     vector = envpool.make_gymnasium("CartPole-v1", num_envs=num_envs, num_threads=1)
@@ -62,7 +62,7 @@ def envpool_sync(_make: Callable, num_envs: int) -> LockStep:
 
 
 class FirstReady:
-    """Whoever is ready gets its next action, in batches of `ready_batch` or more. Pools share nothing but this."""
+    """Ready environments get their next actions, in batches of `ready_batch` or more; that is all these pools share."""
 
     def __init__(self, num_envs: int, ready_batch: int):
         self.num_envs, self.ready_batch = num_envs, ready_batch
@@ -72,7 +72,7 @@ class FirstReady:
         raise NotImplementedError
 
     def receive(self, count: int) -> np.ndarray:
-        """Indices of those that are ready, `count` at least if so many are under way."""
+        """Indices of those that are ready, at least `count` of them if that many are under way."""
         raise NotImplementedError
 
     def exchange(self) -> int:
@@ -103,7 +103,7 @@ class EnvPoolAsync(FirstReady):
         return self.pool.recv()[-1]["env_id"]
 
     def finish(self) -> None:
-        """It always gives whole batches: what is under way stays so."""
+        """It returns whole batches only, so steps under way stay under way."""
 
 
 class Tianshou(FirstReady):
@@ -124,7 +124,7 @@ class Tianshou(FirstReady):
         return len(self.ready)
 
     def finish(self) -> None:
-        """Its next step takes those under way into account."""
+        """Its next `step` deals with those still under way."""
 
 
 def torchrl_env(make: Callable):
@@ -147,7 +147,7 @@ class TorchRL(FirstReady):
         self.close = self.pool.shutdown
 
     def exchange(self) -> int:
-        """What comes back has its last action still."""
+        """The rows that come back still hold their last actions, so they can be sent again."""
         self.pool.async_step_send(self.rows)
         self.rows = self.pool.async_step_recv(min_get=self.ready_batch)
         return len(self.rows)
@@ -165,7 +165,7 @@ class Ours(FirstReady):
         super().__init__(num_envs, ready_batch)
         script = load_script(SCRIPT)
         args = script.Args(num_workers=num_envs // envs_per_worker, envs_per_worker=envs_per_worker)
-        cloudpickle.register_pickle_by_value(script)  # else its workers would import it, and PyTorch
+        cloudpickle.register_pickle_by_value(script)  # otherwise workers would import the script, and so PyTorch
         with mock.patch.object(script, "make_env", lambda _env, _settings: make()):
             self.pool = script.Pool(args, list(range(num_envs)))
         cloudpickle.unregister_pickle_by_value(script)
@@ -176,7 +176,7 @@ class Ours(FirstReady):
 
 
 class OursInRollouts(Ours):
-    """An exchange is a rollout as in training: each makes `length` steps, and those that are done wait for the rest."""
+    """An exchange is a rollout as in training: each takes `length` steps, and those that are done wait for the rest."""
 
     def __init__(self, make: Callable, num_envs: int, ready_batch: int, length: int):
         super().__init__(make, num_envs, ready_batch)

@@ -1,12 +1,12 @@
 """What slow simulators gain by not waiting, on one node and over the machines of a cluster: ./run.sh scaling.
 
-Environments sleep, so that the processors have little to do: a step takes 30 ms and, once in a hundred, a second more.
-Ray simulates the machines on this one (`ray.cluster_utils.Cluster`).
+Environments sleep, so that the processors have little to do: a step takes 30 ms and, with probability 1 %, a second
+more. Ray simulates the machines on this one (`ray.cluster_utils.Cluster`).
 
-Measures: environment steps/s beside the formula for whoever takes no time of its own. On one node: lock-step as in
-Gymnasium and Stable-Baselines3, then `ppo_ray` with batched rollouts, runners x environments stepped in turn, and
-first-ready. Then --script, first-ready, over --nodes, and how much one learner could take.
-Takes: at the defaults about a quarter of an hour, most of it for runners to start and for long rollouts.
+Measures: environment steps/s, beside the formula without any overhead. On one node: lock-step as in Gymnasium and
+Stable-Baselines3, then `ppo_ray` with batched rollouts, with runners x environments stepped in turn, and first-ready.
+Then --script, first-ready, over --nodes, and how many steps/s one learner could process.
+Takes: at the defaults about a quarter of an hour, mostly for starting runners and for long rollouts.
 Leaves: in --out scaling.json, scaling.md and scaling.png.
 """
 
@@ -32,21 +32,21 @@ from benchmarks.pools import peers as pool_peers
 from benchmarks.pools.sleeping import Sleeping
 
 TIMES = STEP, TAIL, CHANCE = 0.03, 1.0, 0.01  # seconds, seconds, probability
-SHORT = 128  # steps of a rollout whose end all environments of the node wait for
-ROW_BYTES = 4 * 4 + 8 + 5 * 4  # of a fragment: observation, action, five numbers
-LINEAR = 0.9  # of the speed of one node times their number: with less, this machine is what limits
+SHORT = 128  # steps of a rollout, at whose end all environments of the node wait
+ROW_BYTES = 4 * 4 + 8 + 5 * 4  # bytes per row of a fragment: observation, action, five numbers
+LINEAR = 0.9  # share of one node's speed times the number of nodes; below it, this machine is the limit
 TALK = "24x: 4x by batched rollouts on one node, then 6x by 16 times the processors"
 
 
 @dataclass
 class Options:
     script: Literal["ppo_ray", "impala_ray"] = "ppo_ray"  # what runs over the nodes
-    nodes: tuple[int, ...] = (1, 2, 4, 8, 16)  # sizes of the cluster, from 1 on
-    runners: int = 2  # on each node
-    envs: int = 12  # of each runner
-    steps: int = 512  # of an environment in a fragment, at whose end a runner waits for its slowest; IMPALA: 16
-    seconds: float = 60.0  # that are measured at least, after all runners are up
-    pools: bool = True  # measure what one node can do otherwise, too
+    nodes: tuple[int, ...] = (1, 2, 4, 8, 16)  # sizes of the cluster in nodes, starting with 1
+    runners: int = 2  # runners on each node
+    envs: int = 12  # environments of each runner
+    steps: int = 512  # steps per environment in a fragment, at whose end a runner waits for its slowest; 16 for IMPALA
+    seconds: float = 60.0  # minimum seconds to measure, from when all runners are up
+    pools: bool = True  # also measure the other ways to step the environments of one node
     out: Path = Path("runs/scaling")  # folder of the results
 
 
@@ -91,8 +91,8 @@ def measure_node(options: Options) -> list[dict]:
     for package, (name, start) in pools.items():
         if pool_peers.installed(package):
             pool = start(make, num_envs)
-            env_pools.seconds_per_step(pool, 2.0)  # until all of its workers are up
-            rate = num_envs / env_pools.seconds_per_step(pool, options.seconds)  # in a short time, luck decides
+            env_pools.seconds_per_step(pool, 2.0)  # warm-up, until all workers are up
+            rate = num_envs / env_pools.seconds_per_step(pool, options.seconds)  # a short measurement is too noisy
             pool.close()
             rows.append({"name": name, "steps_per_second": rate, "model": waiting})
     workers = num_envs // 3
@@ -108,14 +108,14 @@ def measure_node(options: Options) -> list[dict]:
 
 
 def model(options: Options, nodes: int) -> float:
-    """Environment steps/s of runners that wait for their slowest environment, and for no other runner."""
+    """Environment steps/s of runners that each wait for their slowest environment, but not for other runners."""
     num_envs = options.envs
     own = models.rollouts(*TIMES, num_envs, options.steps if options.script == "ppo_ray" else 1)
     return nodes * options.runners * num_envs / own
 
 
 def measure_cluster(options: Options, nodes: int) -> dict:
-    """A row for a size of the cluster; and what one learner spends on a row and on a fragment."""
+    """A row for one cluster size, including the learner's seconds per environment step."""
     from ray.cluster_utils import Cluster
 
     os.environ |= {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
@@ -134,7 +134,7 @@ def measure_cluster(options: Options, nodes: int) -> dict:
     finally:
         cluster.shutdown()
     last, before = lines[-1], lines[-2]
-    # The shares are of the time of all processes: that of the runners and the learner's
+    # The shares are percentages of the time of all processes, the runners and the learner
     total = (runners + 1) * (last["seconds"] - before["seconds"]) / 100
     spent = total * (last["time/learning"] + last["time/weights"])
     rows = max(1, last["global_step"] - before["global_step"])
@@ -147,10 +147,10 @@ def measure_cluster(options: Options, nodes: int) -> dict:
 
 
 def extrapolate(settings: dict, sizes: list[dict], runners: int = 1000) -> str:
-    """What one learner could take, and what a thousand runners would bring it.
+    """How many steps/s one learner could process, and how many a thousand runners would deliver.
 
-    By the largest cluster with LINEAR of linear speed: in a larger one, runners and learner wait for the processors of
-    this machine, which those of a real cluster do not share.
+    Extrapolated from the largest cluster with at least LINEAR of linear speed: in larger ones, runners and learner
+    compete for this machine's processors, which those of a real cluster do not share.
     """
     first = sizes[0]["steps_per_second"] / sizes[0]["nodes"]
     largest = [x for x in sizes if x["steps_per_second"] >= LINEAR * first * x["nodes"]][-1]

@@ -1,4 +1,4 @@
-"""Environments whose steps take a known time and no processor, as `benchmarks.pools.sleeping:Name-v0`."""
+"""Environments whose steps take a known time but no processor time, as `benchmarks.pools.sleeping:Name-v0`."""
 
 import time
 
@@ -9,9 +9,9 @@ STEP, TAIL, CHANCE = 0.003, 0.1, 0.01  # seconds, seconds, probability: the exam
 
 
 class Sleeping(gym.Env):
-    """Sleeps `step` seconds at each step, with a probability of `chance` `tail` seconds more. Observes zeros, for ever.
+    """Sleeps `step` seconds at each step and, with probability `chance`, `tail` more; observes zeros, never ends.
 
-    With `step=0` it does not sleep at all: then what a vector of them takes is that vector's own time.
+    With `step=0` it does not sleep at all: the time that a vector of them takes is then the vector's own overhead.
     """
 
     observation_space = gym.spaces.Box(-1, 1, (4,), np.float32)

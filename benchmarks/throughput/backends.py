@@ -1,13 +1,13 @@
 """Which way to step environments is fastest for the whole loop, and whether the scripts choose it: ./run.sh backends.
 
-The same eager script learns from the same environments, stepped in its process, by EnvPool's threads or in worker
-processes; Atari by halves that take turns or all at once. Ways are measured as `throughput` measures variants: in
-rounds of fresh processes, in one order and in the next round in the other. A rollout has the same number of steps
-however many environments there are, so that learning costs a step the same.
+The same eager script trains on the same environments, stepped in its own process, by EnvPool's threads or in worker
+processes; Atari in two halves that alternate, or all at once. Each way is measured as `throughput` measures variants:
+in rounds of fresh processes, the order reversed from round to round. A rollout has the same number of steps however
+many environments there are, so that the cost of learning per step is the same.
 
-Measures: steady environment steps/s by each way, and how far the way that a script takes by default is from the best.
+Measures: steady environment steps/s of each way, and how close the script's default way comes to the fastest.
 Takes: at the defaults about 40 minutes.
-Leaves: in --out one JSON file for each environment and, of all that lie there, backends.md.
+Leaves: in --out one JSON file per environment, and backends.md from all JSON files there.
 """
 
 import importlib
@@ -34,12 +34,12 @@ WAYS = {
     TURNS: ("--async-envs",),
     ALL: ("--no-async-envs",),
 }
-TARGET = 0.95  # of the best way's speed, which the default is to have
+TARGET = 0.95  # share of the best way's speed that the default should reach
 
 
 @dataclass(frozen=True)
 class Task:
-    """An environment, the script that learns it, and the steps of a rollout of all its environments."""
+    """How an environment is measured: its script, the steps of a rollout over all its copies, the ways, the counts."""
 
     script: str
     rollout: int = 512
@@ -60,14 +60,14 @@ TASKS = {
 @dataclass
 class Options:
     env_ids: tuple[str, ...] = ()  # environments to measure; by default all
-    rounds: int = 3  # times that each is started
-    seconds: float = 10.0  # steady seconds of each run
+    rounds: int = 3  # how often each way is started
+    seconds: float = 10.0  # seconds of steady running to measure in each run
     timeout: float = 300.0  # seconds after which a run is ended, steady or not
-    out: Path = Path("runs/backends")  # folder of the results; those of RESULTS.md: benchmarks/results/backends
+    out: Path = Path("runs/backends")  # results folder; the results in RESULTS.md are in benchmarks/results/backends
 
 
 def default_way(env_id: str, num_envs: int) -> str:
-    """The way that the script takes by itself."""
+    """The way that the script chooses by default."""
     task = TASKS[env_id]
     module = load_script(SCRIPTS / f"{task.script}.py")
     args = module.Args(env_id=env_id, num_envs=num_envs)
@@ -80,12 +80,12 @@ def default_way(env_id: str, num_envs: int) -> str:
 
 
 def ways_of(env_id: str, num_envs: int) -> list[str]:
-    """The ways to step so many environments; a single one needs no worker."""
+    """The ways to step this many environments; a single one needs no worker."""
     return [way for way in TASKS[env_id].ways if num_envs > 1 or way != WORKERS]
 
 
 def measure(env_id: str, num_envs: int, options: Options, bar: tqdm) -> dict:
-    """All rounds of so many environments, stepped by each way."""
+    """Run all rounds with this many environments, stepped in each way."""
     task, ways = TASKS[env_id], ways_of(env_id, num_envs)
     limits = {"seconds": options.seconds, "window": min(2.0, options.seconds / 4), "timeout": options.timeout}
     settings, results = throughput.Options(rounds=options.rounds, **limits), {way: [] for way in ways}
@@ -130,7 +130,7 @@ def rows(results: list[dict]) -> list[str]:
 
 
 def verdict(results: list[dict]) -> str:
-    """In how many rows the default is as fast as it should be, as far as that can be told."""
+    """How many rows reach TARGET, and how many of the others might, going by their intervals."""
     found = [row["of_best"] for result in results for row in result["rows"] if "of_best" in row]
     good = sum(x["ratio"] >= TARGET for x in found)
     open_ = sum(x["ratio"] < TARGET <= x["interval"][1] for x in found)

@@ -1,18 +1,18 @@
-"""Where the time of a script goes, and how fast its environment is alone.
+"""Where a script spends its time, and how fast its environment is alone.
 
     python -m benchmarks.throughput.ceilings env|sections SCRIPT.py [FLAGS]
 
-`env` steps the script's own environments with random actions and does nothing else: the ceiling that they set.
+`env` only steps the script's own environments, with random actions: the upper bound that they set on its speed.
 
-`sections` trains as the flags say while a second thread looks, some hundred times a second, at the line at which the
-loop of `train` is, and adds seconds since the line before to each line of the log:
+`sections` trains as the flags say while a second thread samples, a few hundred times a second, which line the loop of
+`train` is executing. Each line of the log gets the seconds spent in each section since the previous log line:
 
-- `profile/env`: within a method of the script's `Envs` or `Pool`, wherever it is called;
-- `profile/policy`: else under the heading `Act`, `Step the environment` or `Collect`;
-- `profile/learn`: else under `Estimate advantages` or `Learn`.
+- `profile/env`: in a method of the script's `Envs` or `Pool`, under whichever heading it is called;
+- `profile/policy`: otherwise, under the heading `Act`, `Step the environment` or `Collect`;
+- `profile/learn`: otherwise, under `Estimate advantages` or `Learn`.
 
-What is left is the log, checkpoints, and the head of the loop. On CUDA a kernel runs on after the call that launched
-it, and its time shows where the loop waits for it. The speed of a script is never taken from such a run.
+The rest is the log, checkpoints, and the head of the loop. On CUDA a kernel keeps running after the call that launched
+it, so its time appears where the loop waits for it. The speed of a script is never taken from such a run.
 """
 
 import bisect
@@ -39,11 +39,11 @@ SECTION_OF = {
     "Act": "policy", "Step the environment": "policy", "Collect": "policy", "Estimate advantages": "learn",
     "Learn": "learn", "Log": "rest",
 }  # fmt: skip
-INTERVAL = 0.003  # seconds between two looks: no divisor of what a loop may take
-SWITCH = 1e-5  # seconds after which the loop must let the other thread look
+INTERVAL = 0.003  # seconds between two samples: not a divisor of a likely loop duration
+SWITCH = 1e-5  # seconds after which the loop's thread must yield to the sampling thread
 PR_SET_TIMERSLACK = 29  # of prctl(2)
 LOG_EVERY = 0.25  # seconds between two lines of an env-only run
-NUM_ACTIONS = 256  # random actions are drawn beforehand and used in turn
+NUM_ACTIONS = 256  # random actions, drawn beforehand and cycled through
 
 
 def headings(train) -> tuple[list[int], list[str]]:
@@ -55,10 +55,10 @@ def headings(train) -> tuple[list[int], list[str]]:
 
 
 class Sampler:
-    """Seconds that a thread spends in each section of the loop of a script, by looking at it now and then.
+    """Seconds that a thread spends in each section of a script's loop, estimated by sampling its stack.
 
-    Python lets one thread run at a time. A look is not to wait until the loop lets go of its own accord, which it does
-    in PyTorch's calls rather than in Python's: so it may ask for its turn within microseconds, and wakes on time.
+    Python runs one thread at a time. If the sampler waited until the loop released the GIL by itself, it would mostly
+    sample PyTorch's calls; so it may demand the GIL within microseconds, and its timer is set to wake it on time.
     """
 
     def __init__(self, module: ModuleType):
@@ -80,7 +80,7 @@ class Sampler:
             time.sleep(INTERVAL)
 
     def section_of(self, frame: FrameType | None) -> str:
-        """The section in which a thread is whose innermost frame this is."""
+        """The section that a thread is in, given its innermost frame."""
         codes: set[CodeType] = set()
         while frame is not None and frame.f_code is not self.train:
             codes.add(frame.f_code)
@@ -106,9 +106,9 @@ def train_watched(module: ModuleType, flags: list[str]) -> None:
 
 
 def rounds(envs, actions: list[np.ndarray]):
-    """Step all environments, with the actions in turn, for ever; yields which of them (N,) ended in each round.
+    """Step all environments endlessly, cycling through the actions; yields which episodes (N,) ended in each round.
 
-    Of pools that step independently of each other, each is sent its next actions as soon as it has been heard of.
+    Where pools step independently of each other, each gets its next actions as soon as its results have arrived.
     """
     envs.reset()
     if not hasattr(envs, "num_pools"):
@@ -130,7 +130,7 @@ def rounds(envs, actions: list[np.ndarray]):
 def step_envs(module: ModuleType, flags: list[str]) -> None:
     """Step the environments with random actions until the budget is used up, or until Ctrl-C, and log the speed.
 
-    Of several runners the others do the same beside this one; their steps are taken to be as many as its own.
+    If the script has several runners, the others do the same in parallel; each is assumed to take as many steps.
     """
     args = tyro.cli(module.Args, args=flags)
     folder = Path(args.run_dir)
@@ -155,7 +155,7 @@ def step_envs(module: ModuleType, flags: list[str]) -> None:
     written = start
     with (folder / "metrics.jsonl").open("w", buffering=1) as file:
         for ended in rounds(envs, actions):
-            step += num_runners * (num_envs - int(done.sum()))  # where an episode had ended, this was a reset
+            step += num_runners * (num_envs - int(done.sum()))  # after the end of an episode this call was a reset
             done, now = ended, time.perf_counter()
             if now - written >= LOG_EVERY:
                 file.write(json.dumps({"global_step": step, "seconds": now - start}) + "\n")

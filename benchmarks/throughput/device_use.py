@@ -1,10 +1,10 @@
-"""What a script makes a device do: python -m benchmarks.throughput.device_use SCRIPT.py RESULT.json SECONDS [FLAGS].
+"""How a script uses a device: python -m benchmarks.throughput.device_use SCRIPT.py RESULT.json SECONDS [FLAGS].
 
-Runs the script until it is steady, freezes until it is woken, and then profiles it for some seconds: for how much of
-the time the device is busy, how that changes over time, and how many kernels, copies, launches and replays of graphs
-there are for each environment step. Profiling slows down what launches kernels, so the busy fraction is a lower bound;
-that of the undisturbed script is the device's time for a step, times its speed. Without CUDA, PyTorch's operators on
-the CPU take the place of kernels, to show that the program works.
+Runs the script until it is steady, freezes until it is woken, and then profiles it for some seconds: what fraction of
+the time the device is busy, how that changes over time, and the number of kernels, copies, launches and graph replays
+per environment step. Profiling slows down the launching of kernels, so the measured busy fraction is a lower bound; the
+undisturbed script's is the device time per step times the undisturbed speed. Without CUDA, PyTorch's operators on the
+CPU stand in for kernels, to show that the program works.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from benchmarks.common import plots, processes, steady, turns
 from benchmarks.common.programs import command, endless_flags, load_script
 from benchmarks.common.results import table, write_whole
 
-BIN = 0.02  # seconds of a point of the plot
+BIN = 0.02  # seconds per point of the plot
 COPIES = ("Memcpy", "Memset")
 GRAPH_LAUNCHES, KERNEL_LAUNCHES = ("cudaGraphLaunch",), ("cudaLaunchKernel", "cuLaunchKernel")
 
@@ -32,7 +32,7 @@ class Finished(Exception):
 
 
 def busy_fractions(starts: np.ndarray, ends: np.ndarray, begin: float, end: float, bins: int) -> np.ndarray:
-    """Share of each of so many equal parts of [begin, end] that the intervals cover: (K,), (K,) -> (bins,)."""
+    """Fraction covered by the intervals in each of `bins` equal parts of [begin, end]: (K,), (K,) -> (bins,)."""
     order = np.argsort(starts)
     starts, ends = starts[order].clip(begin, end), np.maximum.accumulate(ends[order].clip(begin, end))
     starts = np.maximum(starts, np.concatenate([[begin], ends[:-1]]))  # what an earlier one covers counts once
@@ -44,7 +44,7 @@ def busy_fractions(starts: np.ndarray, ends: np.ndarray, begin: float, end: floa
 
 
 def summarize(events: list[tuple[str, bool, float, float]], steps: int) -> dict:
-    """What the events (name, on the device, start and duration in seconds) of so many environment steps come to."""
+    """Summary of the events (name, on the device, start and duration in seconds) of `steps` environment steps."""
     on_device = [event for event in events if event[1]]
     if not on_device:
         return {"failed": "the profiler saw nothing on the device"}
@@ -82,7 +82,7 @@ def read_events(profiler: profile, on_cuda: bool) -> list[tuple[str, bool, float
 
 
 class Watch:
-    """Takes the place of `Run.log`: starts the profiler at the first steady line, later ends it and the run."""
+    """Replaces `Run.log`: starts the profiler at the first steady line, and later stops it and ends the run."""
 
     def __init__(self, log, on_cuda: bool, seconds: float, result: Path):
         self.log, self.on_cuda, self.seconds, self.result = log, on_cuda, seconds, result
@@ -130,10 +130,10 @@ def measure(
     cache: Path,
     more: list[str] | None = None,
 ) -> dict[str, dict]:
-    """For each variant of a script what `summarize` gives, or why there is nothing; each is profiled alone.
+    """For each variant of a script the result of `summarize`, or why there is none; each is profiled alone.
 
-    `folder` is for what is of no use afterwards, `cache` for compiled code; `more` are flags for all variants,
-    as of an environment.
+    `folder` takes files that are not needed afterwards, `cache` compiled code; `more` are flags for all variants,
+    such as another environment.
     """
     jobs = max(1, min(len(variants), processes.free_slots(processes.SCRIPT_MEMORY)))
     settings, contestants = turns.compile_settings(cache, jobs), {}
@@ -152,7 +152,7 @@ def measure(
 
 
 def table_of(uses: dict[str, dict[str, dict]], speeds: dict[tuple[str, str], float | None]) -> list[str]:
-    """Lines of the table; by script and variant the speeds (steps/s) of undisturbed runs, where they are known."""
+    """Lines of the table. `speeds` (steps/s) are those of undisturbed runs by script and variant, where known."""
     header = ["script", "variant", "device busy, profiled", "device busy, undisturbed", "device time (µs/step)"]
     header += ["kernels a step", "launches a step", "graph replays a step", "copies a step"]
     columns = ("kernels_per_step", "launches_per_step", "graph_replays_per_step", "copies_per_step")

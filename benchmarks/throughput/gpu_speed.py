@@ -1,8 +1,8 @@
 """The speed of a pair's variants within a minute or two, side by side: what `./run.sh gpu speed` does with each pair.
 
-Starting and compiling take most of the time of a short measurement. Here all variants of a pair get ready side by side,
-on all cores, and are frozen when they run steadily. Then each is awake for a few seconds at a time, alone, in one order
-and in the next round in the other; between, it takes no time of the processor or of the device.
+Starting and compiling take up most of a short measurement. Here all variants of a pair start and compile in parallel,
+on all cores, and each is frozen once it runs steadily. Then each is woken alone for a second or two at a time, the order
+reversed from round to round; while frozen, it uses neither the processor nor the device.
 """
 
 import time
@@ -17,17 +17,17 @@ from benchmarks.common.programs import fields_of
 from benchmarks.common.results import provenance
 from benchmarks.throughput import throughput
 
-PIECES = 5  # of a turn, whose speeds are the windows
-PATIENCE = 4.0  # turns' time for which a contestant may be awake, until it has written enough
+PIECES = 5  # parts of a turn; the speed of each is a window
+PATIENCE = 4.0  # how long a contestant may stay awake until it has written enough, as a multiple of a turn
 
 
 @dataclass(eq=False)
 class Contestant(turns.Contestant):
-    """A program that trains for ever, its log, and the speeds that were measured."""
+    """A program that trains endlessly, its log, and the speeds measured."""
 
     log: Path = Path("metrics.jsonl")
     window: float = 1.5  # seconds of a turn
-    rounds: list[dict] = field(default_factory=list)  # for each its `speeds`, steps/s of each window
+    rounds: list[dict] = field(default_factory=list)  # one for each turn; `speeds` are the steps/s of its windows
 
     def lines(self) -> list[dict]:
         return runs.read_lines(self.log)[0]
@@ -44,7 +44,7 @@ class Contestant(turns.Contestant):
         return super().is_over()
 
     def take_turn(self, seconds: float) -> None:
-        """Be awake for a turn, or longer until there is a window; then freeze again. Not at all, if time is short."""
+        """Stay awake for a turn, or longer until there is a window; then freeze again. Skipped if time is too short."""
         if seconds < self.window:
             return
         known, speeds = len(self.lines()), np.zeros(0)
@@ -52,7 +52,7 @@ class Contestant(turns.Contestant):
         self.child.wait(self.window)
         end = time.perf_counter() + min(seconds, PATIENCE * self.window) - self.window
         while not len(speeds) and not self.is_over():
-            # The first line spans the time for which it was frozen: it only begins the first window
+            # The first line spans the frozen time, so it only marks the start of the first window
             speeds = steady.cut(self.lines()[known:], self.window / PIECES)
             if time.perf_counter() > end:
                 break
@@ -62,7 +62,7 @@ class Contestant(turns.Contestant):
             self.rounds.append({"speeds": speeds.tolist()})
 
     def result(self) -> dict:
-        """Median speed, with quartiles; why there is none, or no more of it."""
+        """Median speed with quartiles, and why there is none or why measuring ended early, if so."""
         failed = {"failed": turns.without_paths(self.error)} if self.error else {}
         if not self.rounds:
             return failed or {"failed": "no window of steady speed"}
@@ -71,7 +71,7 @@ class Contestant(turns.Contestant):
 
 
 def result_of(script: str, contestants: dict[str, Contestant], device: str) -> dict:
-    """What the contestants of a pair came to, with the ratios to eager."""
+    """The results of a pair's contestants, with their ratios to eager."""
     own = {name: x.result() for name, x in contestants.items()}
     measured = [name for name, x in own.items() if "steps_per_second" in x]
     ratios = [throughput.ratio(own, name, "eager") for name in measured if name != "eager" and "eager" in measured]
@@ -89,8 +89,8 @@ def measure(
 ) -> None:
     """Measure the contestants of a pair within so many seconds; `on_change` gets the result so far after each round.
 
-    What memory is not enough for at once is measured in a second group. Intervals take as long as a turn, in which all
-    are frozen, so they are not made after each one.
+    Contestants that do not fit into memory together are measured in further groups. Computing the intervals takes as
+    long as a turn, with everything frozen meanwhile, so it is not done after each turn.
     """
     slots, everyone = processes.free_slots(processes.SCRIPT_MEMORY), list(contestants.values())
     share = seconds * min(1.0, slots / len(everyone))

@@ -1,12 +1,12 @@
-"""What each trick gives: from the loop that everybody writes to the compiled script, one rung a trick: ./run.sh ladder.
+"""What each trick gains, from the loop that everybody writes to the compiled script, a rung per trick: ./run.sh ladder.
 
-A rung is a script of a pair without the tricks of the rungs above it, which are taken out at run time. First it is
-checked that all rungs learn the same numbers, but for rounding; then they are measured as `throughput` measures
-variants: in rounds of fresh processes, in one order and in the next round in the other.
+A rung is a script of a pair without the tricks of the rungs above it, which are removed at run time. First all rungs
+are compared, to see whether they learn the same numbers up to rounding; then they are measured as `throughput` measures
+variants: in rounds of fresh processes, the order reversed from round to round.
 
-Measures: steady environment steps/s of each rung, and by how much that is more than one rung below, with its interval.
-Takes: at the defaults about 35 minutes for each pair.
-Leaves: in --out one JSON file for each pair and, of all that lie there, ladder.md and ladder.png.
+Measures: steady environment steps/s of each rung, and its ratio to the rung below, with the interval.
+Takes: at the defaults about 35 minutes per pair.
+Leaves: in --out one JSON file per pair, and ladder.md and ladder.png from all JSON files there.
 """
 
 import itertools
@@ -36,15 +36,15 @@ eager script after about fifty updates on Pendulum, where rounding errors do not
 class Options:
     scripts: tuple[
         str, ...
-    ] = ()  # pairs to climb, by the names of their eager twins; by default all that have a ladder
-    rounds: int = 3  # times that each rung is started
-    seconds: float = 30.0  # steady seconds of each run
+    ] = ()  # pairs to measure, by the name of the eager script; by default all that have a ladder
+    rounds: int = 3  # how often each rung is started
+    seconds: float = 30.0  # seconds of steady running to measure in each run
     timeout: float = 900.0  # seconds after which a run is ended, steady or not
-    out: Path = Path("runs/ladder")  # folder of the results; those of RESULTS.md: benchmarks/results/ladder
+    out: Path = Path("runs/ladder")  # results folder; the results in RESULTS.md are in benchmarks/results/ladder
 
 
 def check_rungs(script: str) -> dict[str, dict]:
-    """How far each rung is from the eager script, by its number, in a process of its own."""
+    """For each rung, by its number, its deviation from the eager script; computed in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         program = [sys.executable, "-m", "benchmarks.throughput.rungs", "--check", script, str(result)]
@@ -85,7 +85,7 @@ def measure(script: str, options: Options, bar: tqdm) -> dict:
 
 
 def rows(result: dict) -> list[list[str]]:
-    """Cells of each rung: what it adds, its speed, how many times that below, how far its weights are."""
+    """Cells of each rung: what it adds, its speed, the ratio to the rung below, how far its weights deviate."""
     ratios = {x["of"]: estimate(x["ratio"], x["interval"], ".2f") for x in result["ratios"][::-1]}
     found = []
     for i, name in enumerate(result["rungs"]):

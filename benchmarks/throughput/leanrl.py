@@ -1,8 +1,8 @@
 """A script of LeanRL, measured beside ours: python -m benchmarks.throughput.leanrl SCRIPT.py RUN_DIR EVERY [FLAGS].
 
-LeanRL's scripts write no log but to Weights & Biases. Here a module of that name takes what they send there, and the
-steps of their vector environment are counted: `RUN_DIR/metrics.jsonl` gets a line after EVERY steps or more, with a
-loss once the script has begun to report, which it does after compiling. Nothing leaves the machine.
+LeanRL's scripts log to Weights & Biases only. Here a stub `wandb` module receives what they log, and the steps of their
+vector environment are counted: `RUN_DIR/metrics.jsonl` gets a line after every EVERY steps or more, with a loss once
+the script has begun to report, which is after it has compiled. Nothing leaves the machine.
 """
 
 import json
@@ -14,7 +14,7 @@ from types import ModuleType
 
 from benchmarks.common.programs import SUFFIX, fields_of
 
-LINE_SECONDS = 0.05  # between two lines, at least
+LINE_SECONDS = 0.05  # minimum seconds between two lines
 FLAGS = ("--compile", "--cudagraphs")  # its fastest variant
 
 
@@ -52,7 +52,7 @@ def counted(step, log: Log):
 
 
 def count_steps(log: Log) -> None:
-    """Let the vector environments of Gymnasium and of EnvPool count."""
+    """Make the vector environments of Gymnasium and EnvPool count their steps."""
     import gymnasium as gym
 
     gym.vector.SyncVectorEnv.step = counted(gym.vector.SyncVectorEnv.step, log)
@@ -71,7 +71,7 @@ def count_steps(log: Log) -> None:
 
 
 def command(folder: Path, script: str, run: Path) -> list[str] | None:
-    """How to measure the counterpart of a pair in a folder of LeanRL; None if it has none."""
+    """The command that measures a pair's counterpart in a LeanRL folder; None if there is no counterpart."""
     found = [path for path in (folder / "leanrl", folder) if (path / f"{script}{SUFFIX}.py").exists()]
     if not found:
         return None

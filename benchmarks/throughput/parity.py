@@ -2,8 +2,8 @@
 
     python -m benchmarks.throughput.parity SCRIPT RESULT.json VARIANT... [-- FLAGS]
 
-Trains each variant for about fifty updates from the same seed, compiled code drawing the random numbers that eager code
-draws, and compares all that is logged and the weights that act with those of the eager script on the same device.
+Trains each variant for about fifty updates from the same seed, with compiled code drawing the same random numbers as
+eager code, and compares all logged metrics and the acting network's weights with the eager script's on the same device.
 """
 
 import importlib
@@ -24,22 +24,22 @@ from benchmarks.common import processes, runs, turns
 from benchmarks.common.programs import SCRIPTS, VARIANTS, load_script
 from benchmarks.common.results import write_whole
 
-TOLERANCE = 1e-3  # relative: other kernels sum in another order, and updates build on each other
-NOISE = 10  # times what rounding comes to, where that is more
-COUNTS = ("losses/clipfrac",)  # of rows: they jump
-CLOCKS = ("seconds", "charts/SPS", "time/")  # beginnings of columns that no two runs have in common
-WEIGHTS = ("agent", "network", "actor")  # names of the network that acts, in a checkpoint
+TOLERANCE = 1e-3  # relative: kernels differ in the order of their sums, and updates build on each other
+NOISE = 10  # the limit is this many times the effect of rounding, where that exceeds TOLERANCE
+COUNTS = ("losses/clipfrac",)  # not compared: they count rows, so they change in jumps
+CLOCKS = ("seconds", "charts/SPS", "time/")  # prefixes of columns that differ in any two runs
+WEIGHTS = ("agent", "network", "actor")  # names of the acting network in a checkpoint
 
 
 def fifty_updates(args_class: type) -> dict[str, int]:
-    """Settings of about fifty updates in which rounding errors stay small: those of PPO are all on one rollout."""
+    """Settings for about fifty updates in which rounding errors stay small: for PPO, all on a single rollout."""
     fields = args_class.__dataclass_fields__
     one, num_envs = {}, fields["num_envs"].default if "num_envs" in fields else 1
     if "num_runners" in fields:  # in one process
         one, num_envs = {"num_runners": 0}, fields["envs_per_runner"].default
     if "num_steps" in fields:
         settings = one | {"num_steps": 64, "num_minibatches": 4, "update_epochs": 13}
-        if "num_workers" in fields:  # a pool, in lock-step: else the order of its rows is a matter of luck
+        if "num_workers" in fields:  # a pool, in lock-step: otherwise the order of its rows would be random
             return settings | {"num_workers": 2, "ready_batch": 0, "total_timesteps": 2 * 64}
         return settings | {"total_timesteps": 64 * num_envs}
     if "learning_starts" not in fields:
@@ -55,16 +55,16 @@ def fifty_updates(args_class: type) -> dict[str, int]:
 
 
 def train(script: str, variant: str, folder: Path, flags: list[str]) -> tuple[list[dict], torch.Tensor]:
-    """The lines of the log, and the weights that act as one vector, after fifty updates of a variant."""
+    """The log lines of a variant's fifty updates, and the acting network's weights after them as one vector."""
     suffix, own = VARIANTS[variant]
     return train_module(load_script(SCRIPTS / f"{script}{suffix}.py"), folder, [*own, *flags])
 
 
 def train_module(module: ModuleType, folder: Path, flags: list[str]) -> tuple[list[dict], torch.Tensor]:
-    """The same of a script that is loaded."""
+    """The same for a script that is already loaded."""
     settings = {"seed": 2, "run_dir": folder, **fifty_updates(module.Args)}
     if "matmul_precision" in module.Args.__dataclass_fields__:
-        settings["matmul_precision"] = "highest"  # by default it is TF32 on CUDA, in which the third digit differs
+        settings["matmul_precision"] = "highest"  # the default on CUDA is TF32, which differs in the third digit
     given = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     module.train(tyro.cli(module.Args, args=["--no-tensorboard", *given, *flags]))
     lines, _ = runs.read_lines(folder / "metrics.jsonl")
@@ -74,9 +74,9 @@ def train_module(module: ModuleType, folder: Path, flags: list[str]) -> tuple[li
 
 
 def relative_errors(run: tuple, reference: tuple) -> dict[str, float]:
-    """Largest deviation of each metric (relative, from 0.1 if that is more), and that of the `weights` by their norm.
+    """Largest deviation of each metric, relative to its value or to 0.1 if larger; for `weights`, relative in norm.
 
-    Empty if the logs have other lines.
+    Empty if the two logs do not have matching lines.
     """
     (lines, weights), (expected_lines, expected_weights) = run, reference
     names = [name for name in expected_lines[-1] if not name.startswith(CLOCKS) and name not in COUNTS]
@@ -89,9 +89,9 @@ def relative_errors(run: tuple, reference: tuple) -> dict[str, float]:
 
 
 def deviations(run: tuple, reference: tuple, noise: float = 0.0) -> dict:
-    """Whether a run is that of the reference, but for rounding, and its largest deviations.
+    """Whether a run equals the reference up to rounding, and its largest deviations.
 
-    `noise` is what rounding comes to: the largest error of a run whose gradients were off by that much.
+    `noise` is the effect of rounding: the largest error of a run whose gradients were perturbed by a rounding error.
     """
     errors = relative_errors(run, reference)
     if not errors:
@@ -103,9 +103,9 @@ def deviations(run: tuple, reference: tuple, noise: float = 0.0) -> dict:
 
 
 def train_disturbed(script: str, folder: Path, flags: list[str]) -> tuple[list[dict], torch.Tensor]:
-    """What `train` gives of the eager script if each gradient is off by a rounding of its largest number.
+    """What `train` returns for the eager script if each gradient is perturbed by a rounding error of its largest entry.
 
-    As sums in another order are: small numbers are off by more than a rounding of their own.
+    That is how sums in another order differ: small entries are off by more than a rounding error of their own.
     """
     module = load_script(SCRIPTS / f"{script}.py")
     own = module.Adam
@@ -124,10 +124,10 @@ def train_disturbed(script: str, folder: Path, flags: list[str]) -> tuple[list[d
 
 
 def compare(script: str, result: Path, variants: list[str], flags: list[str]) -> None:
-    """Compare each variant of a pair with eager; write what is known after each of them."""
+    """Compare each variant of a pair with eager; the results so far are written after each variant."""
     found = {}
     importlib.import_module("envpool")  # it draws from NumPy's random numbers when a first run imports it
-    # In TF32, which cuDNN would take without asking, other kernels differ in the third digit
+    # In TF32, which cuDNN uses by default, different kernels disagree in the third digit
     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True
     with tempfile.TemporaryDirectory() as folder, torch._inductor.config.patch(fallback_random=True):
         try:
@@ -155,9 +155,9 @@ def compare_all(
     cache: Path,
     on_change: Callable[[dict[str, dict[str, dict]]], None],
 ) -> None:
-    """Compare the variants of many pairs within so many seconds, a process for each pair, some side by side.
+    """Compare the variants of many pairs within so many seconds, in one process per pair, several in parallel.
 
-    `on_change` gets all that is known, by script and variant, whenever that is more; at the end nothing is missing.
+    `on_change` gets all results so far, by script and variant, whenever there are more; at the end none is missing.
     """
     deadline, cores = time.perf_counter() + time_limit, len(os.sched_getaffinity(0))
     jobs = min(len(scripts), max(1, cores // 2), processes.free_slots(processes.SCRIPT_MEMORY))

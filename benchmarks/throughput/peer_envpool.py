@@ -1,11 +1,11 @@
-"""EnvPool's environments for Stable-Baselines3, which wants an environment reset in the step that ends its episode."""
+"""EnvPool's environments for Stable-Baselines3, which expects a reset within the step that ends an episode."""
 
 import numpy as np
 from stable_baselines3.common.vec_env import VecEnv
 
 
 class EnvPoolVecEnv(VecEnv):
-    """A vector environment of EnvPool, as the scripts make it, as SB3 wants it; episodes are counted on the way."""
+    """Adapts a vector environment of EnvPool, made as in the scripts, to SB3's interface, and records episodes."""
 
     def __init__(self, vector):
         self.vector = vector
@@ -23,7 +23,7 @@ class EnvPoolVecEnv(VecEnv):
         done, infos = terminated | truncated, [{} for _ in range(self.num_envs)]
         self.returns += more.get("reward", reward)  # the score, where the reward is clipped
         self.lengths += 1
-        # An Atari game may go on after a life, which ends an episode for the learner only
+        # An Atari game may continue after a lost life, which ends the episode for the learner only
         over = (more["terminated"].astype(bool) | truncated) if "terminated" in more else done
         for i in np.flatnonzero(over):
             infos[i]["episode"] = {"r": float(self.returns[i]), "l": int(self.lengths[i])}

@@ -1,11 +1,11 @@
-"""Train by RLlib as a script over Ray does by the same flags: the peer `rllib` of ./run.sh throughput.
+"""Train with RLlib as a Ray script does with the same flags: the peer `rllib` of ./run.sh throughput.
 
     RLLIB_PYTHON benchmarks/throughput/peer_rllib.py {impala_ray,ppo_ray,apex_dqn_ray} [FLAGS]
 
-It runs in a virtual environment of its own (requirements/requirements-rllib.txt), so it imports nothing of this
-repository. Networks, fragments, batches, settings and the learner's one thread are the script's; RLlib steps its
-environments in the runners' processes, as the script does, but only Gymnasium's, where the script may take EnvPool's.
-The run folder gets a log of the same form.
+It runs in a virtual environment of its own (requirements/requirements-rllib.txt), so it imports nothing from this
+repository. Networks, fragments, batches, settings and the learner's single thread are the script's. Like the script,
+RLlib steps its environments in the runners' processes, but only Gymnasium's, where the script may use EnvPool's. The
+run folder gets a log in the same format.
 """
 
 import argparse
@@ -45,7 +45,7 @@ OWN_SETTINGS = {
 }  # fmt: skip
 
 
-# Flags of the scripts that RLlib does without; that, and why it is fair, is among the differences of `peers.py`
+# Flags of the scripts that are ignored for RLlib; that, and why it is fair, is stated in the differences of `peers.py`
 LEFT_OUT = {
     "--no-tensorboard", "--log-every", "--batch-updates", "--norm-obs", "--norm-rewards", "--env-backend", "--device",
     "--epsilon-start", "--compile", "--no-compile",
@@ -53,7 +53,7 @@ LEFT_OUT = {
 
 
 def settings() -> argparse.Namespace:
-    """The script's flags; those that RLlib is not told of are refused, but for some that make no other task."""
+    """The script's flags. Flags that are not passed on to RLlib are refused, except those in LEFT_OUT."""
     parser = argparse.ArgumentParser()
     parser.add_argument("script", choices=OWN_SETTINGS)
     own = next((OWN_SETTINGS[word] for word in sys.argv if word in OWN_SETTINGS), {})
@@ -89,7 +89,7 @@ def ppo(args: argparse.Namespace) -> PPOConfig:
 def dqn(args: argparse.Namespace) -> DQNConfig:
     replay = {"type": "PrioritizedEpisodeReplayBuffer", "capacity": args.buffer_size}
     steps_of_an_update = args.batch_size / args.samples_per_insert
-    # Samples learnt from for each one that comes; RLlib takes itself for one more runner than do sample
+    # Samples trained on per sample collected; RLlib counts one runner more than actually sample
     intensity = args.samples_per_insert * max(1, args.num_runners) / (args.num_runners + 1 if args.num_runners else 1)
     return DQNConfig().training(
         train_batch_size_per_learner=args.batch_size,
@@ -104,7 +104,7 @@ def dqn(args: argparse.Namespace) -> DQNConfig:
 
 
 def algorithm(args: argparse.Namespace):
-    """RLlib's, built by the script's settings."""
+    """RLlib's algorithm, built from the script's settings."""
     config = {"impala_ray": impala, "ppo_ray": ppo, "apex_dqn_ray": dqn}[args.script](args)
     config.environment(args.env_id).debugging(seed=args.seed, log_level="ERROR")
     config.env_runners(
@@ -133,7 +133,7 @@ def main() -> None:
     versions |= {module.__name__: module.__version__ for module in (ray, torch, gymnasium, numpy)}
     config = {"script": f"{args.script}.py", "peer": "rllib", "args": vars(args), "versions": versions}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    torch.set_num_threads(1)  # of the learner, which is in this process, as the script's; Ray gives its workers one
+    torch.set_num_threads(1)  # for the learner, which is in this process, as in the script; Ray gives each worker one
     ray.init(address="local", num_cpus=args.num_runners + 2, include_dashboard=False, log_to_driver=False)
     algo, start, written = algorithm(args), time.perf_counter(), (0, 0.0)
     with (folder / "metrics.jsonl").open("w", buffering=1) as file:

@@ -2,11 +2,11 @@
 
     python -m benchmarks.throughput.peers sb3|sbx[-defaults] SCRIPT [FLAGS]
 
-SCRIPT is the name of a pair, FLAGS are its flags. Environment, hyperparameters, sizes of the networks and number of
-threads are those of the script, read from its `Args`; the run folder gets a log of the same form, so that the same
-analysis applies. Where a library offers no choice it is given one here, if a few lines are enough (`equalize`); what
-differs still is in `DIFFERENCES`, which a result of `throughput` carries and its table names. With `-defaults` behind
-its name a library trains as its users start it: one environment, and its own settings whatever the script's are.
+SCRIPT is the name of a pair, FLAGS are its flags. Environment, hyperparameters, network sizes and number of threads are
+the script's, read from its `Args`; the run folder gets a log in the same format, so that the same analysis applies.
+Where a library lacks an option, it is patched in here if a few lines suffice (`equalize_sb3`, `equalize_sbx`). What
+still differs is in `DIFFERENCES`, which is stored in a result of `throughput` and named beside its table. With the
+suffix `-defaults` a library trains as its users start it: one environment and its own settings, not the script's.
 """
 
 import importlib
@@ -41,13 +41,13 @@ from benchmarks.common.results import git, gpu_model, package_versions
 
 
 class Asked(Exception):
-    """A script has asked for a number of threads."""
+    """Raised when a script sets PyTorch's number of threads."""
 
 
 def threads_of(module: ModuleType, args) -> int:
-    """The number of threads that a script sets for PyTorch before anything else: it is let go so far, and no further.
+    """The number of threads that a script sets for PyTorch, found by running it until it does so, and no further.
 
-    One that comes to its environments without having asked takes a thread for each core, as PyTorch does.
+    If it gets to making its environments without setting one, it is one thread per core, as in PyTorch.
     """
 
     def ask(number: int) -> None:
@@ -62,7 +62,7 @@ def threads_of(module: ModuleType, args) -> int:
 
 
 def schedule(start: float, anneal: bool):
-    """Learning rate as a function of the remaining share of the run, linear to zero, or constant."""
+    """The learning rate: linear to zero, as a function of the remaining fraction of the run, or constant."""
     return (lambda remaining: start * remaining) if anneal else start
 
 
@@ -76,7 +76,7 @@ def ppo(args, is_jax: bool, is_image: bool) -> dict:
     settings = {"n_steps": args.num_steps, "batch_size": batch_size, "n_epochs": args.update_epochs}
     settings |= {name: getattr(args, name) for name in ("gae_lambda", "ent_coef", "max_grad_norm", "target_kl")}
     settings |= {"learning_rate": schedule(args.learning_rate, args.anneal_lr), "clip_range": args.clip_coef}
-    # Half of the scripts' value loss is a factor 0.5 that the libraries leave out
+    # The scripts' value loss has a factor 0.5 that the libraries' lacks
     settings |= {"vf_coef": args.vf_coef / 2, "normalize_advantage": args.norm_adv}
     if args.clip_vloss and not is_jax:
         settings["clip_range_vf"] = args.clip_coef
@@ -102,7 +102,7 @@ def dqn(args, is_jax: bool, _is_image: bool) -> dict:
 
 
 def sac(args, is_jax: bool, _is_image: bool) -> dict:
-    # Without a delay there is one update of the actor for each of the critics, as in the script on average
+    # Without a delay there is one actor update per critic update, as in the script on average
     settings = {"learning_rate": args.policy_lr, "train_freq": 1, "gradient_steps": args.gradient_steps or -1}
     settings |= {"ent_coef": "auto" if args.autotune else args.alpha, "policy_kwargs": {"net_arch": [256, 256]}}
     return off_policy(args) | settings | ({"qf_learning_rate": args.q_lr} if is_jax else {})
@@ -118,7 +118,7 @@ def td3(args, _is_jax: bool, _is_image: bool) -> dict:
     return off_policy(args) | settings | noise
 
 
-# By peer and algorithm, what is not as in the script
+# By peer and algorithm: what differs from the script
 DIFFERENCES = {
     "sb3": {
         "sac": "a step of the actor with each step of the critics, where the script takes two after every second one",
@@ -140,7 +140,7 @@ DIFFERENCES = {
 
 
 def differences(script: str, names: list[str]) -> dict[str, str]:
-    """What is not as in a script, by peer, of those among the names."""
+    """What differs from a script, by peer, for the peers among `names`."""
     algorithm = TABLE[script].peers if script in TABLE else None
     known = {name: DIFFERENCES.get(name, {}) for name in names}
     return {name: own[key] for name, own in known.items() for key in (script, algorithm) if key in own}
@@ -165,7 +165,7 @@ def equalize_sbx(algorithm: str) -> None:
 
         class QNetwork(nn.Module):
             n_actions: int
-            n_units: int = 0  # of no use: the sizes are those of the script
+            n_units: int = 0  # ignored: the sizes are the script's
             activation_fn: Callable = nn.relu
 
             @nn.compact
@@ -179,7 +179,7 @@ def equalize_sbx(algorithm: str) -> None:
 
 
 def set_learning_rates(model, args) -> None:
-    """Give SB3's SAC the critics' and the temperature's own learning rate, which stays."""
+    """Give the critics and the temperature of SB3's SAC their own, constant learning rate."""
     optimizers = [model.critic.optimizer, *([model.ent_coef_optimizer] if model.ent_coef_optimizer else [])]
     for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
         group["lr"] = args.q_lr
@@ -190,7 +190,7 @@ SETTINGS = {"ppo": ppo, "dqn": dqn, "sac": sac, "td3": td3}
 
 
 def make_envs(module: ModuleType, args, normalize: bool):
-    """The vector environment: EnvPool's where the script has it for images, else gymnasium's in this process."""
+    """The vector environment: EnvPool's where the script uses it for images, otherwise Gymnasium's in this process."""
     import gymnasium as gym
     from stable_baselines3.common.monitor import Monitor
     from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
@@ -208,7 +208,7 @@ def make_envs(module: ModuleType, args, normalize: bool):
 
 
 def make_log(folder: Path, every: int):
-    """A callback that writes `metrics.jsonl` after updates, at most one line for so many steps; SIGINT ends the run."""
+    """A callback that writes `metrics.jsonl` after updates, at most a line per `every` steps; SIGINT ends the run."""
     from stable_baselines3.common.callbacks import BaseCallback
 
     class Log(BaseCallback):
@@ -256,7 +256,7 @@ def write_config(folder: Path, peer: str, script: str, args) -> None:
 
 
 def train(peer: str, script: str, flags: list[str]) -> Path:
-    """Train by a peer as the script would by these flags; returns the run's folder."""
+    """Train with a peer as the script would with these flags; returns the run's folder."""
     import torch
 
     module = load_script(SCRIPTS / f"{script}.py")
@@ -275,14 +275,14 @@ def train(peer: str, script: str, flags: list[str]) -> Path:
 
     envs = make_envs(module, args, normalize=script == "ppo_continuous_action" and not at_defaults)
     model = make_model(peer, TABLE[script].peers, args, envs)
-    # A line for each rollout of PPO, which is when rollouts start; else as often as the script writes one
+    # For PPO a line per rollout, written when the next one starts; otherwise as often as the script writes one
     model.learn(args.total_timesteps, callback=make_log(folder, getattr(args, "log_every", 1)))
     envs.close()
     return folder
 
 
 def make_model(peer: str, algorithm: str, args, envs):
-    """A peer's model, as like the script's as it can be, or by the library's defaults."""
+    """A peer's model, as close to the script's as possible, or with the library's defaults."""
     library = importlib.import_module(PEERS[peer.removesuffix(AT_DEFAULTS)])
     if peer.endswith(AT_DEFAULTS):
         policy = "CnnPolicy" if len(envs.observation_space.shape) == 3 else "MlpPolicy"

@@ -3,11 +3,11 @@
     python -m benchmarks.throughput.rungs PAIR NUMBER [FLAGS]
     python -m benchmarks.throughput.rungs --check PAIR RESULT.json
 
-The second one trains all rungs for about fifty updates, and compares what they learn with the eager script.
+The second command trains all rungs for about fifty updates and compares what they learn with the eager script.
 
-A trick is taken out of a script at run time, by other texts for some of its lines and other values for some of its
-names. The lowest rung lacks all of them and is the loop that everybody writes; each one further up has one trick more;
-the top is the compiled script as it stands. All of them learn the same numbers, but for rounding.
+A trick is removed from a script at run time, by replacing some of its lines and rebinding some of its names. The lowest
+rung lacks all tricks and is the loop that everybody writes; each rung above adds one trick; the top is the compiled
+script as it stands. All of them learn the same numbers, up to rounding.
 """
 
 import json
@@ -28,18 +28,18 @@ from benchmarks.common.programs import SCRIPTS, SUFFIX, fail
 from benchmarks.common.results import write_whole
 from benchmarks.throughput import parity
 
-# Where all rungs are compared: in MuJoCo's environments rounding errors grow a thousandfold within a rollout
+# The environment for the comparison: in MuJoCo's, rounding errors grow a thousandfold within a rollout
 SMOOTH = ("--env-id", "Pendulum-v1")
 
 
 @dataclass(frozen=True)
 class Trick:
-    """What a rung adds to the one below it, and how it is taken out."""
+    """What a rung adds to the one below it, and how to remove it."""
 
     name: str
-    texts: tuple[tuple[str, str], ...] = ()  # (as it stands in the script, what stands there without the trick)
-    names: dict[str, Callable] = field(default_factory=dict)  # without the trick, of a name in the script
-    is_compiled: bool = False  # whether its rung, and all above it, are of the compiled script
+    texts: tuple[tuple[str, str], ...] = ()  # (text in the script, its replacement without the trick)
+    names: dict[str, Callable] = field(default_factory=dict)  # by name in the script: its value without the trick
+    is_compiled: bool = False  # whether its rung, and all above it, use the compiled script
 
 
 class OptimAdam(nn.Module):
@@ -72,7 +72,7 @@ def torch_policy(net: nn.Module) -> Callable:
 
 
 def compile_broken(_device: torch.device, *functions) -> list[Callable]:
-    """In place of `compiled`: as one would first write it; the graph breaks where the gradient is taken."""
+    """In place of `compiled`: the obvious first attempt; the graph breaks where the gradient is computed."""
     return [torch.compile(function) for function in functions]
 
 
@@ -83,7 +83,7 @@ def compile_whole(_device: torch.device, *functions) -> list[Callable]:
 
 
 def backward_step(optimizer, loss: Tensor, max_norm: float | None = None) -> None:
-    """In place of a gradient that is a value: `backward()`, which leaves gradients with all weights that it passes."""
+    """In place of gradients as returned values: `backward()`, which stores them in every weight that it reaches."""
     for weight in optimizer.weights:
         weight.grad = None
     loss.backward()
@@ -224,7 +224,7 @@ LADDERS = {"ppo_continuous_action": PPO, "td3_continuous_action": TD3}
 
 
 def load(script: str, number: int) -> ModuleType:
-    """The script of a rung, 0 the lowest: without the tricks of all rungs above it."""
+    """The script of a rung (0 is the lowest), without the tricks of the rungs above it."""
     tricks = LADDERS[script]
     path = SCRIPTS / f"{script}{SUFFIX * tricks[number].is_compiled}.py"
     text, without = path.read_text(), [x for x in tricks[number + 1 :] if x.is_compiled == tricks[number].is_compiled]
@@ -235,9 +235,9 @@ def load(script: str, number: int) -> ModuleType:
     module = ModuleType(f"{path.stem}_{number}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # where dataclasses look for it
-    module.rungs = sys.modules[__name__]  # which other texts may call
+    module.rungs = sys.modules[__name__]  # the replacement texts may call it
     exec(compile(text, str(path), "exec"), vars(module))
-    # Of several tricks about one name, the lowest one says what is there without all of them
+    # If several tricks replace the same name, the lowest has the value without all of them
     for name, value in [pair for trick in without[::-1] for pair in trick.names.items()]:
         if not hasattr(module, name):
             fail(f"{path.name} has no {name}, which rungs.py takes out")
@@ -246,7 +246,7 @@ def load(script: str, number: int) -> ModuleType:
 
 
 def check(script: str, numbers: list[int] | None = None, flags: tuple[str, ...] = ()) -> dict[int, dict]:
-    """How far what each rung learns in about fifty updates is from what the eager script does, as in `parity`."""
+    """How far each rung deviates from the eager script after about fifty updates, as in `parity`."""
     found = {}
     with tempfile.TemporaryDirectory() as folder, torch._inductor.config.patch(fallback_random=True):
         reference = parity.train(script, "eager", Path(folder, "eager"), list(flags))

@@ -1,14 +1,14 @@
 """Steady speed of the scripts and of their peers, side by side: ./run.sh throughput.
 
-Each round starts every contestant once, in a fresh process, in one order and in the next round in the other (A B B A).
-A run is ended when its log holds enough seconds after the burn-in. The first round finds an empty compile cache, the
-others a filled one. TensorBoard is off for all.
+Each round starts every contestant once, in a fresh process; the order is reversed from round to round (A B B A). A run
+is ended once its log covers enough seconds after the burn-in. The first round starts with an empty compile cache, the
+others with a filled one. TensorBoard is off for all.
 
 Measures: environment steps/s after the burn-in, with ratios and their intervals; the time to the first update; memory
 and cores; the environment alone, and where the time of each variant goes.
 Takes: at the defaults about five minutes for each variant or peer of each script; --rounds and --seconds shorten it.
-Leaves: in --out one JSON file for each script and, of all that lie there, throughput.md and throughput.png; where --out
-holds another machine's, in a folder there that has the name of this CPU.
+Leaves: in --out one JSON file per script, and throughput.md and throughput.png from all JSON files there; if --out
+already holds another machine's results, in a subfolder named after this machine's GPU or, without one, its CPU.
 """
 
 import json
@@ -75,23 +75,23 @@ rest is larger.)
 
 @dataclass
 class Options:
-    scripts: tuple[str, ...] = ()  # pairs to measure, by the names of their eager twins; by default all
-    variants: tuple[Variant, ...] = ()  # by default those of use here
+    scripts: tuple[str, ...] = ()  # pairs to measure, by the name of the eager script; by default all that can run here
+    variants: tuple[Variant, ...] = ()  # by default eager and compile, on CUDA also those with CUDA graphs
     peers: tuple[Literal["sb3", "sbx", "rllib"], ...] = ()  # libraries to measure beside them
-    rounds: int = 5  # times that each is started
-    seconds: float = 40.0  # steady seconds of each run, in windows of 2 s
-    window: float = steady.WINDOW  # seconds of a window
-    whole_steps: int = 0  # environment steps of a whole run, from start to end at the default flags; 0 for none
+    rounds: int = 5  # how often each contestant is started
+    seconds: float = 40.0  # seconds of steady running to measure in each run
+    window: float = steady.WINDOW  # length of a measuring window in seconds
+    whole_steps: int = 0  # environment steps of an additional run timed from process start to end; 0 for none
     ceilings: bool = True  # also measure the environment alone, and where the time of each variant goes
-    flags: str = ""  # more flags for all of them, as in --flags="--env-id Ant-v4"
+    flags: str = ""  # extra flags for all contestants, as in --flags="--env-id Ant-v4"
     timeout: float = 900.0  # seconds after which a run is ended, steady or not
-    out: Path = Path("runs/throughput")  # folder of the results; those of the README: benchmarks/results/throughput
+    out: Path = Path("runs/throughput")  # results folder; the README's results are in benchmarks/results/throughput
 
 
 def follow(child: processes.Child, log: Path, options: Options, learns: bool) -> float | None:
     """Wait until the log holds enough steady seconds; returns the wall time to the line of the first update.
 
-    Of a program that learns, none is steady before that.
+    For a program that learns, no seconds count as steady before that line.
     """
     learnt = None
     while child.poll() is None and time.perf_counter() - child.started < options.timeout:
@@ -101,7 +101,7 @@ def follow(child: processes.Child, log: Path, options: Options, learns: bool) ->
         left = options.seconds - (steady.steady_seconds(lines) if learnt or not learns else 0)
         if left <= 0:
             break
-        # Looking seldom, in order not to take time from what is measured
+        # Poll rarely, so as not to take time from what is measured
         child.wait(0.1 if learnt is None else min(max(left, 0.2), 5.0))
     return learnt
 
@@ -133,7 +133,7 @@ def measure(
 
 
 def measure_whole(script: str, name: str, options: Options, cache: Path) -> dict:
-    """Wall time of a whole run of a contestant as a user starts it: with its random phase, TensorBoard, checkpoints."""
+    """Wall time of a contestant's whole run as a user would start it: with random phase, TensorBoard, checkpoints."""
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--total-timesteps", str(options.whole_steps), "--run-dir", str(Path(folder, "run"))]
         arguments = [*command(script, name), *shlex.split(options.flags), *flags]
@@ -149,7 +149,7 @@ def measure_whole(script: str, name: str, options: Options, cache: Path) -> dict
 
 
 def summarize(results: list[dict]) -> dict:
-    """What the rounds of one contestant come to; the first round had an empty compile cache."""
+    """Summary of one contestant's rounds; the first round had an empty compile cache."""
     good = [result for result in results if "failed" not in result]
     summary = {"rounds": results, "failed": [result["failed"] for result in results if "failed" in result]}
     if not good:
@@ -172,7 +172,7 @@ def ratio(contestants: dict[str, dict], of: str, to: str) -> dict:
 
 
 def compare(contestants: dict[str, dict]) -> dict:
-    """Ratios of our variants to the peers and to eager, and the steps after which compiling has paid."""
+    """Ratios of our variants to the peers and to eager, and the steps after which compiling has paid off."""
     measured = [name for name, x in contestants.items() if "steps_per_second" in x]
     ours, eager = [name for name in measured if name in VARIANTS], contestants.get("eager", {})
     ratios = [ratio(contestants, of, to) for of in ours for to in measured if to in PEERS]
@@ -213,7 +213,7 @@ def measure_ceilings(script: str, contestants: dict[str, dict], options: Options
 
 
 def measure_device_use(script: str, contestants: dict[str, dict], options: Options, bar: tqdm) -> dict:
-    """On a GPU: how busy each variant keeps it, over time, and with how many kernels and graphs for a step."""
+    """On a GPU: how busy each variant keeps it, over time, and with how many kernels and graphs per step."""
     bar.set_postfix_str(f"{script}: what the device does")
     variants, more = tuple(name for name in contestants if name in VARIANTS), shlex.split(options.flags)
     with tempfile.TemporaryDirectory() as folder:
@@ -222,14 +222,14 @@ def measure_device_use(script: str, contestants: dict[str, dict], options: Optio
 
 
 def names_of(script: str, options: Options) -> list[str]:
-    """The contestants: variants of a script, and peers that there are of it."""
+    """The contestants: the variants of a script, and those of the chosen peers that can train it."""
     return [*(options.variants or default_variants()), *(peer for peer in options.peers if peer in peers_of(script))]
 
 
 def measure_script(script: str, options: Options, bar: tqdm) -> dict:
-    """All rounds of one script, its variants and peers, and what follows from them."""
+    """Run all rounds of one script, its variants and peers; returns the results and what is derived from them."""
     names = names_of(script, options)
-    results, versions = {name: [] for name in names}, {}  # versions: of peers that have an environment of their own
+    results, versions = {name: [] for name in names}, {}  # versions: of peers with a virtual environment of their own
     flags = ["--no-tensorboard", *same_phase(script), *often_logged(script)]
     caches = Path(tempfile.mkdtemp())
     try:
@@ -265,7 +265,7 @@ PEER_NAMES = {"sb3": "SB3", "sbx": "SBX", "rllib": "RLlib"}
 
 
 def peer_columns(result: dict) -> tuple[str, ...]:
-    """The peers that a table compares a script with, measured or not."""
+    """The peers with which the table compares a script, measured or not."""
     return ("rllib",) if result["script"].endswith("_ray") else ("sb3", "sbx")
 
 
@@ -284,7 +284,7 @@ def contestant_cells(result: dict, name: str) -> list[str]:
     whole = own.get("whole", {})
     speed = f"{whole['steps_per_second']:,.0f} ({whole['steps']:,} steps)" if "steps" in whole else "-"
     cells = [plots.label(name), estimate(own["steps_per_second"], own["quartiles"], ",.0f"), speed, *to, starts, even]
-    if result["script"].endswith("_ray"):  # the workers' are not seen
+    if result["script"].endswith("_ray"):  # the usage of Ray's workers is not seen
         return [*cells, "-", "-"]
     return [*cells, f"{own['peak_memory_mb']:,.0f}", f"{own['cores_used']:.1f}"]
 
@@ -298,7 +298,7 @@ def ceiling_cells(result: dict, name: str) -> list[str]:
 
 
 def all_differences(result: dict) -> dict[str, str]:
-    """What is not as in the script, by peer; results from before that was known of RLlib have it from today's text."""
+    """What differs from the script, by peer; older results, which lack this for RLlib, get today's text."""
     return peers.differences(result["script"], list(result["contestants"])) | result["differences"]
 
 
@@ -345,7 +345,7 @@ def draw(results: list[dict], path: Path) -> None:
 
 
 def file_name(script: str, flags: str) -> str:
-    """Of a script's result; one with flags stands beside that without."""
+    """The file name of a script's result; a result with flags gets a file of its own."""
     return script + re.sub(r"\W+", "_", flags).rstrip("_")
 
 

@@ -1,8 +1,8 @@
-"""A first run, a look at a run, at a pair, and the tables of the README.
+"""A first run, inspecting a run or a pair, and the tables of the README.
 
 - `demo`: the command: two minutes of training, with a learning curve at the end.
-- `evaluate`: the command: plays the deterministic policy of a run; `follow`, while it trains; `play` is how.
-- `diff`: the command: what a pair differs in, hunk by hunk, each with its reason.
-- `readme`: the command: makes all tables and figures again from the committed results.
-- `stale`: the command: which of these results today's code might not give again, and why.
+- `evaluate`: the command: plays a run's deterministic policy; `follow` does so while it trains; `play` implements both.
+- `diff`: the command: how the two scripts of a pair differ, hunk by hunk, each with its reason.
+- `readme`: the command: remakes all tables and figures from the committed results.
+- `stale`: the command: which of these results today's code might not reproduce, and why.
 """

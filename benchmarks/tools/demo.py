@@ -17,7 +17,7 @@ from benchmarks.common import plots, runs
 from benchmarks.common.programs import SCRIPTS, missing_for_compile
 
 SCRIPT = SCRIPTS / "ppo_continuous_action_torchcompile.py"
-UNCOMPILED_STEPS = "300_000"  # what takes about two minutes without torch.compile; with it that is the script's default
+UNCOMPILED_STEPS = "300_000"  # about two minutes without torch.compile; with it, the script's default takes as long
 
 
 def flag_value(flags: list[str], name: str) -> str | None:
@@ -31,7 +31,7 @@ def flag_value(flags: list[str], name: str) -> str | None:
 
 
 def compile_flags(flags: list[str]) -> tuple[list[str], list[str]]:
-    """(before, after): what to put around the user's flags where torch.compile lacks something on this machine."""
+    """(before, after): flags to put around the user's if this machine lacks something that torch.compile needs."""
     missing = missing_for_compile()
     if missing is None or "--no-compile" in flags:
         return [], []
@@ -41,7 +41,7 @@ def compile_flags(flags: list[str]) -> tuple[list[str], list[str]]:
 
 
 def wait(process: subprocess.Popen) -> int:
-    """Exit code of the script, which ends in good order at Ctrl-C, as it shares the terminal, and at a SIGTERM."""
+    """Exit code of the script. It ends cleanly at Ctrl-C, since it shares the terminal, and at a SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     while True:
         try:
@@ -51,7 +51,7 @@ def wait(process: subprocess.Popen) -> int:
 
 
 def draw_learning_curve(run: runs.Run, path: Path) -> None:
-    """Mean return of the episodes behind each line of the log, and a running mean over about a 20th of the run."""
+    """Mean return of the episodes of each log line, and the mean over each 20th of the run."""
     index, returns, _ = run.episodes()
     steps = run.column("global_step")[index]
     edges = np.linspace(0, run.steps, 21)
@@ -100,6 +100,6 @@ def main(flags: list[str]) -> int:
     if "CXX" not in environment and not shutil.which("g++"):
         environment["CXX"] = "clang++"
     code = wait(subprocess.Popen([sys.executable, str(SCRIPT), *before, *flags, *after], env=environment))
-    if code != 2:  # else the input was wrong, the script has said so, and nothing ran
+    if code != 2:  # 2: the input was wrong, the script has reported it, and nothing ran
         summarize(Path(folder))
     return code if code >= 0 else 128 - code

@@ -1,8 +1,8 @@
-"""What a pair differs in, hunk by hunk, each with its reason: ./run.sh diff PAIR.
+"""How the two scripts of a pair differ, hunk by hunk, each with its reason: ./run.sh diff PAIR.
 
-PAIR is the name of an eager script, such as ppo. First come the reasons, which are the compiled script's own
-`# compile:` comments, then the hunks. Docstrings are left out, and what stands below the rule: there the compiled files
-have some functions more, the same text in all of them. Colours only where the output is a terminal.
+PAIR is the name of an eager script, such as ppo. The reasons come first, taken from the compiled script's own
+`# compile:` comments, then the hunks. Docstrings are left out, and everything below the rule, where compiled scripts
+have some additional functions, identical in all of them. Colours are used only if the output is a terminal.
 
 Measures: nothing.
 Takes: no time.
@@ -35,10 +35,10 @@ class Options:
 
 @dataclass
 class Hunk:
-    """Changes that lie together: the line of the compiled script at which they begin, and all lines, marked."""
+    """Adjacent changes: the line of the compiled script at which they begin, and all their lines with diff marks."""
 
     line: int
-    place: str  # the function, class or part of the script in which they are
+    place: str  # the function, class or part of the script that contains them
     lines: list[str]
 
     def reasons(self) -> list[str]:
@@ -57,7 +57,7 @@ def place_of(lines: list[str], index: int) -> str:
 
 
 def read_code(path: Path) -> list[str]:
-    """The lines of a script above the rule, those of its docstring and of what stands above it empty."""
+    """The lines of a script above the rule; those up to the end of its docstring are blanked."""
     lines, docstring = path.read_text().partition("\n# ---- ")[0].splitlines(), ast.parse(path.read_text()).body[0]
     return [""] * docstring.end_lineno + lines[docstring.end_lineno :]
 

@@ -1,12 +1,12 @@
-"""Play the deterministic policy of a run, statistics frozen, in a fresh environment: ./run.sh evaluate RUN_DIR.
+"""Play the deterministic policy of a run, with frozen statistics, in a fresh environment: ./run.sh evaluate RUN_DIR.
 
-Works for the runs of every script: the one named in config.json is loaded, and its `load_policy` rebuilds the policy.
-With --follow it plays each checkpoint of a run that still trains, as it appears, until the run has ended or Ctrl-C.
+Works for runs of every script: the one named in config.json is loaded, and its `load_policy` rebuilds the policy. With
+--follow it plays each new checkpoint of a run that is still training, until the run ends or Ctrl-C.
 
 Measures: mean and standard deviation of the returns of whole episodes.
-Takes: seconds for ten episodes of MuJoCo, minutes for games of Atari; --follow as long as the run, at a low priority.
-Leaves: nothing but the video that --video asks for; --follow leaves evaluation.jsonl, a line for each checkpoint, and
-its curve evaluation.png in the folder of the run.
+Takes: seconds for ten MuJoCo episodes, minutes for Atari games; with --follow as long as the run, at low priority.
+Leaves: nothing but the video that --video asks for; --follow leaves evaluation.jsonl, with a line per checkpoint, and
+its curve, evaluation.png, in the run's folder.
 """
 
 import importlib.util
@@ -32,14 +32,14 @@ DRAWN_BY_PYGAME = {"classic_control", "toy_text", "box2d"}  # kinds of Gymnasium
 class Options:
     run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN_DIR")]  # folder of the run
     episodes: int = 10  # episodes to play
-    video: Annotated[Path | None, tyro.conf.arg(metavar="FILE.mp4")] = None  # film the first episode, too
-    script: Annotated[Path | None, tyro.conf.arg(metavar="FILE.py")] = None  # if it is not that of scripts/
-    seed: int = 0  # another number, other episodes; none is ever one of the training
+    video: Annotated[Path | None, tyro.conf.arg(metavar="FILE.mp4")] = None  # also film the first episode
+    script: Annotated[Path | None, tyro.conf.arg(metavar="FILE.py")] = None  # the run's script, if not in scripts/
+    seed: int = 0  # another seed gives other episodes; none repeats one of the training
     follow: bool = False  # play each new checkpoint while the run trains
 
 
 def film(module: ModuleType, folder: str) -> None:
-    """Let the script make its environment with a camera; the first episode goes to a file in `folder`."""
+    """Make the script create its environment with a camera; the first episode is recorded to a file in `folder`."""
     import gymnasium as gym
 
     make_unfilmed = module.make_env
@@ -85,7 +85,7 @@ def evaluate(options: Options) -> list[float]:
         except Exception as error:
             if options.video is None:
                 raise
-            # no driver for MUJOCO_GL, ...
+            # For example, there is no driver for MUJOCO_GL
             fail(f"can't film {args.env_id}: {type(error).__name__}: {error}")
         if options.video is not None:
             options.video.write_bytes(next(Path(folder).rglob("*.mp4")).read_bytes())

@@ -1,4 +1,4 @@
-"""Plays each checkpoint of a run that still trains, as it appears: `./run.sh evaluate RUN_DIR --follow`."""
+"""Plays each new checkpoint of a run that is still training: `./run.sh evaluate RUN_DIR --follow`."""
 
 import contextlib
 import json
@@ -16,10 +16,10 @@ LOOK_EVERY = 1.0  # seconds between two looks for a checkpoint
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a process has the log of a run open to write, as its script has from its start to its end."""
+    """Whether a process has the run's log open for writing, as its script does from start to end."""
     log = str((folder / "metrics.jsonl").resolve())
     for process in filter(str.isdigit, os.listdir("/proc")):
-        # Processes of others can't be seen, and any may end while it is looked at
+        # Other users' processes can't be inspected, and any may end during the check
         with contextlib.suppress(OSError):
             for number in os.listdir(f"/proc/{process}/fd"):
                 if os.readlink(f"/proc/{process}/fd/{number}") == log:
@@ -41,7 +41,7 @@ def draw(lines: list[dict], title: str, path: Path) -> None:
 
 
 def new_checkpoint(folder: Path, seen: list[int]) -> dict | None:
-    """The checkpoint of a run if it was not looked at before; `seen` takes when it was written."""
+    """The checkpoint of a run, if it is a new one; its modification time is added to `seen`."""
     file = folder / "checkpoint.pt"
     written = file.stat().st_mtime_ns if file.exists() else 0
     if written in seen:
@@ -51,16 +51,16 @@ def new_checkpoint(folder: Path, seen: list[int]) -> dict | None:
 
 
 def follow(folder: Path, script: Path | None, episodes: int, seed: int) -> None:
-    """Play each checkpoint that was not played yet; a line in evaluation.jsonl, and the curve anew, for each."""
+    """Play each checkpoint not played yet; each adds a line to evaluation.jsonl and redraws the curve."""
     import torch
 
-    os.nice(10)  # the run is to notice as little as possible
+    os.nice(10)  # to disturb the run as little as possible
     torch.set_num_threads(1)
     module, args = play.load_run(folder, script)
     args, log, seen, has_ended = play.for_playing(module, args), folder / "evaluation.jsonl", [], False
     lines, title = runs.read_lines(log)[0], f"{Path(module.__file__).stem} on {args.env_id}, seed {args.seed}"
     while not has_ended:
-        has_ended = not is_running(folder)  # asked first: what it wrote before its end is not missed
+        has_ended = not is_running(folder)  # checked first, so that a last checkpoint is not missed
         checkpoint = new_checkpoint(folder, seen)
         if checkpoint and all(line["global_step"] != checkpoint["global_step"] for line in lines):
             returns = play.play(module, args, checkpoint, episodes, seed)

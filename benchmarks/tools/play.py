@@ -11,13 +11,13 @@ import numpy as np
 
 from benchmarks.common.programs import SCRIPTS, fail, load_script, make_envs
 
-EVALUATION = 0xE7A1  # enters the seed, so that no environment of the training is seen again
+EVALUATION = 0xE7A1  # part of the seed, so that no environment of the training is repeated
 
 
 def load_run(folder: Path, script: Path | None = None) -> tuple[ModuleType, object]:
-    """(module of the script, the run's arguments); whatever is wrong with the folder ends in a line.
+    """(module of the script, the run's arguments); exits with a one-line message if anything is wrong with the folder.
 
-    The script is the one of scripts/ that config.json names, or another one.
+    The script is the one in scripts/ that config.json names, or `script` if given.
     """
     if not folder.is_dir():
         fail(f"there is no folder {folder}")
@@ -42,7 +42,7 @@ def load_run(folder: Path, script: Path | None = None) -> tuple[ModuleType, obje
 
 
 def load_checkpoint(folder: Path) -> dict:
-    """The checkpoint of a run, of which only what is used is read: a replay buffer stays on the disk."""
+    """The checkpoint of a run, memory-mapped: what is not used, such as a replay buffer, stays on disk."""
     import torch
 
     try:
@@ -64,7 +64,7 @@ def for_playing(module: ModuleType, args, is_filmed: bool = False):
 
 
 def play(module: ModuleType, args, checkpoint: dict, episodes: int, seed: int) -> list[float]:
-    """Returns of whole episodes, one environment after the other steps of the policy without noise."""
+    """Returns of whole episodes, one after the other in one environment, with the deterministic policy."""
     seeds = np.random.SeedSequence([args.seed, EVALUATION, seed]).generate_state(1) >> 1
     envs = make_envs(module, args, seeds.tolist())
     try:

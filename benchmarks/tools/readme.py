@@ -1,7 +1,7 @@
-"""Write all tables and figures anew from the results that are committed: ./run.sh readme.
+"""Remake all tables and figures from the committed results: ./run.sh readme.
 
-A test holds the Markdown of `benchmarks/results/`, and the text between the two marks of RESULTS.md, equal to what this
-program makes of the JSON.
+A test checks that the Markdown in `benchmarks/results/`, and the text between the two marks in RESULTS.md, is what this
+program makes from the JSON files.
 
 Measures: nothing.
 Takes: seconds.
@@ -24,19 +24,19 @@ from benchmarks.pools.env_pools import milliseconds, named
 from benchmarks.throughput import backends, ladder, throughput
 
 TABLES, RESULTS = ROOT / "RESULTS.md", ROOT / "benchmarks" / "results"
-NOTED = RESULTS / "stale.json"  # results that today's code might not give again, by ./run.sh stale --note
+NOTED = RESULTS / "stale.json"  # results that today's code might not reproduce, from ./run.sh stale --note
 BEGIN, END = "<!-- results: made by benchmarks/tools/readme.py -->", "<!-- end of results -->"
 
 
 def in_order(path: Path) -> tuple:
-    """What files of results are sorted by: those of a folder before those of the folders in it."""
+    """Sort key of result files: those in a folder come before those in its subfolders."""
     return len(path.parts), path
 
 
 def load(pattern: str) -> list[dict]:
-    """The JSON files of a pattern below the results, in the order of their names; those of other machines come last.
+    """The JSON files in the results that match a pattern, ordered by name; those of other machines come last.
 
-    Each gets the name of its `file`, by which it may be noted as stale.
+    Each gets the name of its `file`, under which it may be listed as stale.
     """
     found = []
     for path in sorted(RESULTS.glob(pattern), key=in_order):
@@ -48,21 +48,21 @@ def load(pattern: str) -> list[dict]:
 
 
 def mark(*words: str) -> str:
-    """A sign behind what is noted as stale: a file, or a row of one, by its script, environment and variant."""
+    """A mark for what is listed as stale: a file, or a row of one given by script, environment and variant."""
     noted = json.loads(NOTED.read_text()) if NOTED.exists() else {}
     return " †" * (": ".join((words[0], ", ".join(words[1:]))).removesuffix(": ") in noted)
 
 
 def legend(lines: list[str]) -> list[str]:
-    """What the sign means, where it is used."""
+    """The meaning of the mark, if it is used."""
     text = "† By older code than today's, which might not give it again; [why](benchmarks/results/stale.json)."
     return [text, ""] * any(" † " in line for line in lines)
 
 
 def sources(results: list[dict], are_marked: bool = False) -> list[str]:
-    """Where results come from: a line for each machine and set of versions; the pages behind the tables have more.
+    """Where results come from, in a line per machine and set of versions; the pages behind the tables have more.
 
-    And which of them are by older code, where no row of a table says so.
+    Also which of them are from older code, unless the rows of the table are marked with that.
     """
     groups = {}
     for origin in (result["provenance"] for result in results):
@@ -90,14 +90,14 @@ def flags_cell(flags: str, env_id: str) -> str:
 
 
 def table_with_flags(header: list[str], rows: list[list[str]]) -> list[str]:
-    """A table whose last column is more flags, without it if there are none."""
+    """A table whose last column is extra flags; the column is left out if there are none."""
     if any(row[-1] for row in rows):
         return table([*header, "flags"], rows)
     return table(header, [row[:-1] for row in rows])
 
 
 def compiled_of(names) -> str:
-    """The compiled variant among these that a table shows: with CUDA graphs, where there are any."""
+    """The compiled variant that a table shows: the one with CUDA graphs, if it is among the names."""
     return "compile+cudagraphs" if "compile+cudagraphs" in names else "compile"
 
 
@@ -128,7 +128,7 @@ def speed_section() -> list[str]:
     kinds = {}
     for result in load("throughput/**/*.json"):
         kinds.setdefault((machine_of(result["provenance"]), throughput.peer_columns(result)), []).append(result)
-    # The machine that was measured last comes first, and on it what runs without Ray
+    # The machine with the latest results comes first; for each, scripts without Ray come first
     dates = {}
     for (machine, _), results in kinds.items():
         dates[machine] = max(dates.get(machine, ""), *(result["provenance"]["date"] for result in results))
@@ -190,7 +190,7 @@ def score_cell(results: list[dict]) -> str:
     if not own["runs"]:
         return "failed" if results else "-"
     runs = own["runs"] + own["failed"]
-    # A run that never got there would have taken longer than it was given
+    # A run that did not reach the score would have needed longer than it had
     at_least = "≥ " * (own["reached"] < runs)
     return f"{at_least}{estimate(own['mean'], own['interval'], ',.0f')}, {own['reached']} of {runs}"
 
@@ -252,7 +252,7 @@ def inference_section() -> list[str]:
 
 
 def absent(row: dict) -> str:
-    """What a cell says that has no number: it failed, or was not to be measured."""
+    """The text of a cell without a number: it failed, or was not measured."""
     return "failed" if "error" in row else "-"
 
 
@@ -322,7 +322,7 @@ def learning_section() -> list[str]:
 
 
 def search_section() -> list[str]:
-    """The table of searches: those that differ by nothing but what was drawn are one row."""
+    """The table of searches; those that differ only in the seed of what was drawn share a row."""
     groups = {}
     for result in (results := load("tune/*.json")):
         groups.setdefault(json.dumps(result["search"] | {"search_seed": None}), []).append(result)
@@ -345,7 +345,7 @@ def search_section() -> list[str]:
 
 
 def spread(values: np.ndarray) -> str:
-    """The interquartile mean and, of five values or more, its interval; of fewer, their range."""
+    """The interquartile mean and its interval or, for fewer than five values, their range."""
     if len(values) < report.MIN_SEEDS:
         return " to ".join(dict.fromkeys(f"{x:.0f}" for x in (values.min(), values.max())))
     return estimate(float(stats.iqm(values)), stats.bootstrap([values], stats.pooled_iqm), ".0f")
@@ -386,7 +386,7 @@ def scaling_section() -> list[str]:
 
 
 def render(text: str) -> str:
-    """The text of RESULTS.md with its chapters made anew."""
+    """The text of RESULTS.md with its chapters remade."""
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
     links, lines = [], []
@@ -411,7 +411,7 @@ SECTIONS = {
 def draw_overview(results: Path) -> None:
     """README's picture, `overview.png`: speeds as multiples of SB3's, and the seconds to a score, on one machine.
 
-    The machine is the one with the most pairs, of those that have both; of several, the one measured last.
+    The machine is the one with the most pairs among those that have both; on a tie, the one measured last.
     """
     speeds, scores = {}, {}
     for path in results.glob("throughput/**/*.json"):

@@ -1,12 +1,12 @@
-"""Which committed results the code of today might not give again, and why: ./run.sh stale.
+"""Which committed results today's code might not reproduce, and why: ./run.sh stale.
 
-A result is fresh if it names the command that made it, if its commit is in the history and held no uncommitted changes,
-and if the scripts that it measured have not changed since, nor what drives its peers or makes its rungs. Comments,
-docstrings and formatting do not count, nor does a commit whose message says in a line `Results-stay: REASON` why what
-it changes can't be seen in any result.
+A result is fresh if it names the command that made it, if its commit is in the history, without uncommitted changes
+and without other commits while it ran, and if the scripts that it measured have not changed since, nor the code that
+drives its peers or makes its rungs. Changes to comments, docstrings and formatting do not count, nor does a commit whose message has a line
+`Results-stay: REASON` that says why its changes can't affect any result.
 
-With --note they are noted in benchmarks/results/stale.json, by which `./run.sh readme` marks them in its tables. A test
-fails while a result is stale that is not noted there, or noted that is not: measure again, or note and mark it.
+With --note stale results are listed in benchmarks/results/stale.json, from which `./run.sh readme` marks them in its
+tables. A test fails if a stale result is not listed there, or a fresh one is: measure again, or note and mark it.
 
 Measures: nothing.
 Takes: seconds.
@@ -30,15 +30,15 @@ from benchmarks.tools.readme import NOTED, RESULTS
 class Source:
     """Where a part of a result comes from."""
 
-    name: str  # of the file, and of what in it
+    name: str  # of the file, and of the part in it
     commit: str | None
     command: str | None
-    is_clean: bool  # whether nothing was uncommitted
-    files: list[str]  # paths of those that were measured, and of those that say what is measured
-    changed_until: str | None = None  # the commit that it ended at, if the code changed while it ran
+    is_clean: bool  # whether there were no uncommitted changes
+    files: list[str]  # paths of the scripts measured, and of the code that defines what is measured
+    changed_until: str | None = None  # the commit at the end, if the code changed while it ran
 
 
-WORDS = "DIFFERENCES", "differences"  # of `peers.py`: they are printed, and drive nothing
+WORDS = "DIFFERENCES", "differences"  # names in `peers.py` that are only printed and affect no measurement
 
 
 def code(text: str) -> str:
@@ -52,7 +52,7 @@ def code(text: str) -> str:
 
 
 def names_of(node: ast.stmt) -> set[str]:
-    """What a statement of a file defines."""
+    """The names that a top-level statement defines."""
     targets = getattr(node, "targets", [])
     return {target.id for target in targets if isinstance(target, ast.Name)} | {getattr(node, "name", "")}
 
@@ -72,13 +72,13 @@ def code_at(file: str, commit: str) -> str:
 
 @cache
 def keeps_results(commit: str) -> bool:
-    """Whether a commit says that results from before it stay."""
+    """Whether a commit declares that earlier results stay valid."""
     return bool(git("log", "-1", "--format=%(trailers:key=Results-stay,valueonly)", commit))
 
 
 @cache
 def has_changed(file: str, commit: str) -> bool:
-    """Whether a file of today does something else than at a commit, but for what can't be seen in results."""
+    """Whether a file behaves differently today than at a commit, apart from changes declared not to affect results."""
     then, now = code_at(file, commit), code((ROOT / file).read_text())
     if not then or then == now:
         return not then
@@ -100,12 +100,12 @@ def reasons(source: Source) -> list[str]:
 
 
 def twins(script: str) -> list[str]:
-    """The files of a pair, as far as there is one of that name."""
+    """The files of a pair, if there is one of that name."""
     return [f"scripts/{script}{suffix}.py" for suffix in ("", SUFFIX) if (SCRIPTS / f"{script}{suffix}.py").exists()]
 
 
 def makers(path: Path, result: dict) -> list[str]:
-    """The files that say what a result is of, beside the scripts: how peers learn, what a rung leaves out."""
+    """The files besides the scripts that define what a result measures: how peers learn, what a rung leaves out."""
     names, room = result.get("contestants", {}), "benchmarks/throughput"
     found = [f"{room}/peers.py"] * any(name.startswith(("sb3", "sbx")) for name in names)
     found += [f"{room}/peer_rllib.py"] * ("rllib" in names)
@@ -113,7 +113,7 @@ def makers(path: Path, result: dict) -> list[str]:
 
 
 def sources_of(path: Path, result: dict) -> Iterator[Source]:
-    """Where a JSON file below the results comes from; of a report, a source for each of its rows and commits."""
+    """The sources of a JSON file in the results; for a report, one for each of its rows and commits."""
     name, origin = str(path.relative_to(RESULTS)), result["provenance"]
     if "pairs" in result:
         for row in result["rows"]:
