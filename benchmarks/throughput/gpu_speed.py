@@ -1,8 +1,8 @@
 """The speed of a pair's variants within a minute or two, side by side: what `./run.sh gpu speed` does with each pair.
 
 Starting and compiling take up most of a short measurement. Here all variants of a pair start and compile in parallel,
-on all cores, and each is frozen once it runs steadily. Then each is woken alone for a second or two at a time, the order
-reversed from round to round; while frozen, it uses neither the processor nor the device.
+on all cores, and each is frozen once it runs steadily. Then each is woken alone for a second or two, the order reversed
+from round to round; while frozen, it uses neither the processor nor the device.
 """
 
 import time

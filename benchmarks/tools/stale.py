@@ -1,9 +1,9 @@
 """Which committed results today's code might not reproduce, and why: ./run.sh stale.
 
-A result is fresh if it names the command that made it, if its commit is in the history, without uncommitted changes
-and without other commits while it ran, and if the scripts that it measured have not changed since, nor the code that
-drives its peers or makes its rungs. Changes to comments, docstrings and formatting do not count, nor does a commit whose message has a line
-`Results-stay: REASON` that says why its changes can't affect any result.
+A result is fresh if it names the command that made it, if its commit is in the history, without uncommitted changes and
+without another commit while it ran, and if the scripts that it measured have not changed since, nor the code that
+drives its peers or makes its rungs. Changes to comments, docstrings and formatting do not count, nor does a commit
+whose message has a line `Results-stay: REASON` that says why its changes can't affect any result.
 
 With --note stale results are listed in benchmarks/results/stale.json, from which `./run.sh readme` marks them in its
 tables. A test fails if a stale result is not listed there, or a fresh one is: measure again, or note and mark it.
