@@ -450,16 +450,18 @@ def test_a_fault_is_named_counted_and_survived(train, tmp_path, capfd, fault):
         if not planted:
             path.with_suffix(".new").write_text(fault)
             planted.append(path.with_suffix(".new").rename(path))  # whole, at once
+            for args in (self.args, self.envs.sent_args) if fault == "hang" else ():
+                args.fragment_timeout = 6.0  # from here on: runners may take longer to start
 
     settings = {"env_id": "Fragile-v0", "env_kwargs": f'{{"path": "{path}"}}', "num_runners": 2, "log_every": 500}
     if fault == "hang":  # for so long the other one brings fragments, and then the one in its place does, too
-        settings |= {"fragment_timeout": 3, "total_timesteps": 16_000}
+        settings |= {"total_timesteps": 16_000}
     with mock.patch.object(SCRIPT.Run, "log", plant):
         run = train(**{"total_timesteps": 6000} | settings)
     assert run.lines[-1]["runners/restarts"] == 1 and run.lines[-1]["global_step"] >= 6000
     error = capfd.readouterr().err
     expected = {"raise": "ValueError: the simulator is out of order", "kill": "ActorDiedError"}
-    expected |= {"hang": "TimeoutError: no fragment for 3 s"}
+    expected |= {"hang": "TimeoutError: no fragment for 6 s"}
     (line,) = [line for line in error.splitlines() if line.startswith("runner ")]
     assert expected[fault] in line and line.endswith("; restart 1")
 
