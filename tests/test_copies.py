@@ -650,13 +650,16 @@ def test_check_of_the_policy_leaves_weights_and_random_numbers_as_they_were():
 
 
 @pytest.mark.parametrize("layers", [(512, 512, 512), (512,) * 4, (1024,) * 3])
-def test_wide_networks_are_no_other_policies(layers):
+@pytest.mark.parametrize("outputs", [1, 6])
+def test_wide_networks_are_no_other_policies(layers, outputs):
     """Whose numbers are large, so that rounding is more than a small fixed number; whatever their first weights."""
     plumbing = defining("check_policy")
     for seed in range(3):
         torch.manual_seed(seed)
         sizes = zip((17, *layers), layers, strict=False)
-        net = nn.Sequential(*(x for sizes in sizes for x in (nn.Linear(*sizes), nn.ReLU())), nn.Linear(layers[-1], 6))
+        net = nn.Sequential(
+            *(x for sizes in sizes for x in (nn.Linear(*sizes), nn.ReLU())), nn.Linear(layers[-1], outputs)
+        )
         plumbing.check_policy(plumbing.numpy_mlp(net), net, net, 17)
 
 
