@@ -12,9 +12,10 @@ import pytest
 from benchmark_helpers import make_line, refusal
 from tqdm import tqdm
 
-from benchmarks.common import runs
+from benchmarks.common import results, runs
 from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import SCRIPTS, load_script
+from benchmarks.common.results import provenance
 from benchmarks.learning import report, speedrun, time_to_score
 from benchmarks.learning.time_to_score import contestants_of, measure, run_once, summarize
 from benchmarks.throughput import peers
@@ -88,7 +89,7 @@ def test_turns_alternate_and_each_cold_run_has_an_empty_cache(monkeypatch):
     assert [x.name for x in contestants] == ["eager", "compile (cold)", "compile (warm)"]
     known = []
     on_seed = lambda results: known.append({name: len(x) for name, x in results.items()})  # noqa: E731
-    measure(("ppo", "CartPole-v1"), 1.0, contestants, (5, 6), 9.0, on_seed, tqdm(disable=True))
+    measure(("ppo", "CartPole-v1"), 1.0, contestants, (5, 6), 9.0, on_seed, tqdm(disable=True), {})
     names = [name for name, _, _ in calls]
     assert names == ["compile (warm)", "eager", "compile (cold)", "compile (warm)", *names[1:4][::-1]]
     assert [seed for _, seed, _ in calls] == ["0", "5", "5", "5", "6", "6", "6"]
@@ -125,6 +126,37 @@ def test_command(monkeypatch, tmp_path, capsys):
     text = (tmp_path / "time_to_score.md").read_text()
     assert text in capsys.readouterr().out and (tmp_path / "time_to_score.png").stat().st_size > 5000
     assert "## ppo on CartPole-v1, to 15" in text and "| eager | 2 of 2 | " in text
+
+
+def test_a_stopped_command_goes_on_and_a_whole_one_begins_anew(monkeypatch, tmp_path):
+    """Not so if the code is another: then nothing of the old result may be mixed with the new."""
+    here = provenance() | {"uncommitted_changes": False}
+    monkeypatch.setattr(results, "provenance", lambda: here)
+    monkeypatch.setattr(time_to_score, "provenance", lambda: here)
+    calls, fails_at = [], [3]
+
+    def run_once(arguments, *_, **__):
+        calls.append(arguments[-1])
+        if len(calls) == fails_at[0]:
+            raise KeyboardInterrupt
+        return outcome(float(len(calls)))
+
+    monkeypatch.setattr(time_to_score, "run_once", run_once)
+    options = time_to_score.Options(("ppo:CartPole-v1",), ("eager",), (), (1, 2, 3, 4), 15.0, out=tmp_path)
+    seconds = lambda: [x["seconds"] for x in json.loads(path.read_text())["contestants"]["eager"]]  # noqa: E731
+    path, part = tmp_path / "ppo_CartPole-v1.json", tmp_path / "ppo_CartPole-v1.json.part"
+    with pytest.raises(SystemExit):
+        time_to_score.main(options)
+    assert seconds() == [1, 2]
+    time_to_score.main(options)
+    assert calls == ["1", "2", "3", "3", "4"] and seconds() == [1, 2, 4, 5]
+    fails_at[0] = 9
+    with pytest.raises(SystemExit):
+        time_to_score.main(options)
+    assert seconds() == [1, 2, 4, 5] and len(json.loads(part.read_text())["seeds"]) == 3
+    here = here | {"commit": "another"}
+    time_to_score.main(options)
+    assert seconds() == [10, 11, 12, 13] and not part.exists()
 
 
 def test_scores_are_those_that_are_published(tmp_path, capsys):

@@ -109,6 +109,11 @@ def provenance() -> dict:
     }
 
 
+def is_clean(source: dict) -> bool:
+    """Whether all of a result was measured with the code of one commit."""
+    return not source["uncommitted_changes"] and "changed_until" not in source
+
+
 def machine_folder(out: Path) -> Path:
     """Where this machine's results go: `out` or, if that holds another's, a subfolder named after its GPU or CPU."""
     here = provenance()
@@ -186,6 +191,15 @@ class Target:
         write_json(self.path if is_whole or self.is_new else self.part, result)
         if is_whole:
             self.part.unlink(missing_ok=True)
+
+    def begun(self) -> dict:
+        """The newest result of this command, by this code on this machine; {} if there is none."""
+        here = provenance()
+        known = [json.loads(path.read_text()) for path in (self.part, self.path) if path.exists()]
+        same = ("command", "commit", "versions", "machine")
+        sources = [(x, x["provenance"]) for x in known if not here["uncommitted_changes"]]
+        found = [x for x, source in sources if is_clean(source) and all(source[name] == here[name] for name in same)]
+        return found[0] if found else {}
 
 
 @contextmanager

@@ -156,6 +156,7 @@ def main(options: Options) -> None:
     total = len(contestants) * len(options.seeds)
     kept = f"the seeds that were finished before lie in {options.out}"
     with stoppable(kept), tqdm(total=total, unit="run") as bar:
-        measure((options.script, options.env_id), score, contestants, options.seeds, options.timeout, on_seed, bar)
+        task, begun = (options.script, options.env_id), target.begun().get("contestants", {})
+        measure(task, score, contestants, options.seeds, options.timeout, on_seed, bar, begun)
     print(write_summary(options.out))
     print(f"written to {path}")

@@ -10,7 +10,7 @@ Takes: at the defaults about eleven hours on two cores, of which CartPole and Ac
 `--tasks ppo:CartPole-v1` takes 25 minutes. SAC and TD3 are measured only if named: reaching CleanRL's score takes them
 two days.
 Leaves: in --out one JSON file per task, rewritten after each seed, and time_to_score.md and time_to_score.png from all
-JSON files there.
+JSON files there. The same command goes on where it was stopped, if code and machine are the same.
 """
 
 import json
@@ -143,10 +143,20 @@ def measure(
     timeout: float,
     on_seed: Callable[[dict[str, list[dict]]], None],
     bar: tqdm,
+    begun: dict[str, list[dict]],
 ) -> None:
-    """Run all contestants on a task (script, environment) with each seed; `on_seed` gets all results by name."""
+    """Run all contestants on a task (script, environment) with each seed; `on_seed` gets all results by name.
+
+    `begun` holds the results of a run that was stopped before its last seed: the seeds in it are not run again.
+    """
     script, env_id = task
-    results, find = {x.name: [] for x in contestants}, partial(runs.reaches, score=score)
+    results, find = {x.name: begun.get(x.name, []) for x in contestants}, partial(runs.reaches, score=score)
+    done = min(map(len, results.values()))
+    if done == len(seeds):  # that was a whole one
+        results, done = {x.name: [] for x in contestants}, 0
+    if done:
+        tqdm.write(f"{script} on {env_id}: going on after {done} of {len(seeds)} seeds, measured before")
+        bar.update(done * len(contestants))
     with tempfile.TemporaryDirectory() as folder:
 
         def run(contestant: Contestant, seed: int, cache: str, find: Callable) -> dict:
@@ -158,7 +168,7 @@ def measure(
 
         for contestant in [x for x in contestants if x.cache == "warm"]:
             run(contestant, 0, contestant.name, is_warm)
-        for i, seed in enumerate(seeds):
+        for i, seed in list(enumerate(seeds))[done:]:
             for contestant in contestants[:: 1 if i % 2 == 0 else -1]:
                 cache = f"{contestant.name} {seed}" if contestant.cache == "cold" else contestant.name
                 results[contestant.name].append({"seed": seed, **run(contestant, seed, cache, find)})
@@ -308,6 +318,7 @@ def main(options: Options) -> None:
                 target.write(result, is_whole=len(seeds) == len(options.seeds))
                 write_summary(options.out)
 
-            measure(task, score, contestants, options.seeds, options.timeout, on_seed, bar)
+            begun = target.begun().get("contestants", {})
+            measure(task, score, contestants, options.seeds, options.timeout, on_seed, bar, begun)
     print(write_summary(options.out))
     print(f"written to {options.out}")
