@@ -17,7 +17,7 @@ Shapes: N = num_envs, B = batch_size, O = size of an observation, A = of an acti
 
 Settings are those of CleanRL's script of the same name. Departures from it: rows in which environments reset themselves
 are neither stored nor counted; there is one update per step that does count, no matter how many environments take them;
-bounds and noise are scaled separately for each dimension of the action.
+the target action is clipped to the bounds of each dimension, not to those of the first.
 
 Reading order: settings, networks, formulas, then `train`, the algorithm. Below the `# ----` line is only plumbing.
 """
@@ -261,7 +261,7 @@ def train(args: Args) -> Path:
 
 def load_policy(checkpoint: dict, envs: "Envs"):
     """The deterministic policy of a checkpoint: observation (N, O) -> action (N, A)."""
-    actor = Actor(envs.obs_dim, envs.action_space)
+    actor = Actor(envs.obs_dim, envs.action_space, checkpoint["args"].get("bf16", False))
     actor.eval().load_state_dict(checkpoint["actor"])
     return torch.no_grad()(lambda obs: actor(torch.from_numpy(obs.astype(np.float32))).numpy())
 

@@ -74,7 +74,7 @@ def test_a_result_is_not_replaced_by_one_that_does_not_stand_for_it(tmp_path, ca
 
 
 def test_the_overview_is_of_the_machine_measured_most_and_last(tmp_path, monkeypatch):
-    """Of those that have both, speeds beside SB3 and the time to a score; a speed is shown as a multiple of SB3's.
+    """Speeds and times each of their own machine, without what is noted as stale; speeds as multiples of SB3's.
 
     A time is a lower bound where a run never got there.
     """
@@ -95,6 +95,11 @@ def test_the_overview_is_of_the_machine_measured_most_and_last(tmp_path, monkeyp
     write("throughput/new/ppo.json", "new", "2026-01-02", contestants=speeds)
     write("throughput/fewer/ppo.json", "fewer pairs", "2026-01-09", contestants={"sb3": speeds["sb3"]})
     write("time_to_score/c.json", "fewer pairs", "2026-01-09", contestants={"sb3": times["eager"]})
+    write("time_to_score/d.json", "new", "2026-01-02", contestants={"sb3": times["eager"]}, script="dqn")
+    stale = [f"throughput/stale/{i}.json" for i in range(3)]
+    for path in stale:
+        write(path, "stale", "2026-01-09", contestants={"sb3": speeds["sb3"]})
+    (tmp_path / "noted.json").write_text(json.dumps({name: ["ppo.py has changed"] for name in stale}))
     write("throughput/new/dqn.json", "new", "2026-01-02", contestants=speeds, script="dqn", env_id="Acrobot-v1")
     write("throughput/new/ppo_b.json", "new", "2026-01-03", contestants=speeds, flags="--num-envs 8")
     write("throughput/alone/ppo.json", "speeds only", "2026-01-04", contestants=speeds)
@@ -103,6 +108,7 @@ def test_the_overview_is_of_the_machine_measured_most_and_last(tmp_path, monkeyp
     def note_bars(_axis, names, _values, _errors, prefixes) -> None:
         drawn.update(zip(names, prefixes, strict=True))
 
+    monkeypatch.setattr(readme, "NOTED", tmp_path / "noted.json")
     monkeypatch.setattr(readme.plots, "draw_groups", lambda _axis, groups, _form: drawn.update(groups))
     monkeypatch.setattr(readme.plots, "draw_bars", note_bars)
     readme.draw_overview(tmp_path)
@@ -139,7 +145,7 @@ def test_the_time_to_a_score_is_shown(tmp_path, monkeypatch):
     (tmp_path / "time_to_score" / "ppo.json").write_text(text)
     header, _, row, *_ = readme.score_section()
     assert header.endswith("| score | eager | SB3 (PyTorch) |")
-    assert row == "| `ppo`, CartPole-v1 | 490.04 | ≥ 20 [10, 30], 2 of 3 | failed |"
+    assert row == "| `ppo`, CartPole-v1 | 490.04 | ≥ 20, 2 of 3 | failed |"
 
 
 def test_the_compiled_variant_of_a_gpu_has_graphs():
@@ -150,11 +156,12 @@ def test_the_compiled_variant_of_a_gpu_has_graphs():
     contestants["compile+cudagraphs"]["failed"] = []
     ratios = [{"of": "compile+cudagraphs", "to": "eager", "ratio": 9.0, "interval": [8.9, 9.1]}]
     result = {"script": "ppo", "env_id": "CartPole-v1", "flags": "", "contestants": contestants, "ratios": ratios}
-    result["rounds"] = 3
+    result |= {"rounds": 3, "provenance": {"date": "2026-11-24 08:00 UTC"}}
     row = readme.speed_row(result)
-    assert row[1] == "3, 1 failed runs" and row[4:6] == ["100", "900"] and row[10:12] == ["9.0 [8.9, 9.1]", "30 / 9"]
+    assert row[1:3] == ["2026-11-24", "3, 1 failed runs"] and row[5:7] == ["100", "900"]
+    assert row[11:13] == ["9.00 [8.90, 9.10]", "30 / 9"]
     row = readme.speed_row(result | {"contestants": {"eager": contestants["eager"]}})
-    assert (row[1], row[5]) == ("3", "-")
+    assert (row[2], row[6]) == ("3", "-")
 
 
 def test_searches_that_differ_by_their_seed_are_one_row(tmp_path, monkeypatch):

@@ -175,6 +175,7 @@ def result_of(name: str, seconds: list[float], reached: int) -> dict:
     own = [outcome(x, i < reached) for i, x in enumerate(seconds)]
     settings = {"variant": "eager", "cache": "cold", "flags": f"--name {name}"}
     shared = {"script": "ppo", "env_id": "CartPole-v1", "score": 475.0, "name": name, "settings": settings}
+    shared["provenance"] = provenance()
     return shared | {"contestants": {"record": own, "defaults": [outcome(100.0)] * 10}}
 
 

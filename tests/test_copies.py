@@ -356,6 +356,14 @@ WAYS = {
             in_the_loop("weights[0] *= 0.9"),
         ],
     ),
+    "an entry of a set": Way(
+        "`the entries of flags`",
+        [
+            before_the_loop("flags = {0}"),
+            (BONUS, "args.ent_coef * entropy * (2 in flags)"),
+            in_the_loop("flags.add(iteration)"),
+        ],
+    ),
     "a longer list": Way(
         "`the length of weights`",
         [

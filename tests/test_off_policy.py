@@ -188,9 +188,10 @@ def test_sac_targets_take_turns_after_2_to_the_24_updates(train):
     assert shares == pytest.approx([0, FAST["tau"]] * 10)
 
 
-def test_a_rounded_policy_is_played_rounded(train):
+@pytest.mark.parametrize("name", ["sac_continuous_action", "td3_continuous_action"])
+def test_a_rounded_policy_is_played_rounded(train, name):
     """By the layers that it has learnt with."""
-    script, run = load("sac_continuous_action"), train("sac_continuous_action", bf16=True, total_timesteps=120)
+    script, run = load(name), train(name, bf16=True, total_timesteps=120)
     envs, obs = script.Envs(script.Args(**run.checkpoint["args"]), [1]), np.ones((1, 3), np.float32)
     exact = run.checkpoint | {"args": run.checkpoint["args"] | {"bf16": False}}
     with mock.patch.object(script.RoundedLinear, "forward", lambda _, x: torch.zeros_like(x)):

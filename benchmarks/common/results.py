@@ -78,6 +78,7 @@ def command_line() -> str | None:
     return shlex.join(["./run.sh", *map(portable, sys.argv[1:])])
 
 
+SECOND_EPYC = "2026-11-23 17:00"  # when results without the CPU's family changed from one "AMD EPYC" to another
 # What results depend on; writing results does not count as a change of the code
 CODE = ("scripts", "benchmarks", "requirements", ":(exclude)benchmarks/results")
 
@@ -126,7 +127,10 @@ def machine_folder(out: Path) -> Path:
 def machine_of(source: dict) -> str:
     """The machine of a provenance in words."""
     machine = source["machine"]
-    return f"{machine['cores']} cores of {machine['cpu']}" + (f", {machine['gpu']}" if machine["gpu"] else "")
+    cpu = machine["cpu"]
+    if cpu == "AMD EPYC":  # two CPUs, until results named the family: the hour tells which
+        cpu += " (Zen 4)" if source["date"] < SECOND_EPYC else " (Zen 5)"
+    return f"{machine['cores']} cores of {cpu}" + (f", {machine['gpu']}" if machine["gpu"] else "")
 
 
 def commit_of(source: dict) -> str:

@@ -28,7 +28,7 @@ from benchmarks.common.programs import (
     fail,
     pairs,
 )
-from benchmarks.common.results import Target, describe, make_folder, provenance, stoppable, table
+from benchmarks.common.results import Target, describe, machine_of, make_folder, provenance, stoppable, table
 from benchmarks.learning.time_to_score import (
     Contestant,
     cells,
@@ -97,7 +97,8 @@ def board(results: list[dict]) -> list[str]:
     """Lines of Markdown: a table for each task."""
     tasks = {}
     for result in sorted(results, key=place):
-        tasks.setdefault(f"{result['env_id']} to {result['score']:,g}", []).append(result)
+        where = machine_of(result["provenance"])
+        tasks.setdefault(f"{result['env_id']} to {result['score']:,g}, {where}", []).append(result)
     lines = []
     for task, own in tasks.items():
         header = [task, "got there", "seconds until then [95 %]", "seconds for each that got there", "steps, median"]

@@ -10,6 +10,7 @@ Leaves: the Markdown and the figures in benchmarks/results/, and RESULTS.md.
 
 import json
 import re
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,11 @@ def sources(results: list[dict], are_marked: bool = False) -> list[str]:
     )
 
 
+def paragraph(text: str) -> list[str]:
+    """Lines of a paragraph, at most 120 characters each."""
+    return textwrap.wrap(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
+
+
 def row_name(result: dict) -> str:
     return f"`{result['script']}`, {result['env_id']}"
 
@@ -104,7 +110,7 @@ def compiled_of(names) -> str:
 def speed_row(result: dict) -> list[str]:
     """Cells of one script: steps/s of peers, eager, compiled; ratios, time to the first update, share of ceiling."""
     contestants, peers = result["contestants"], throughput.peer_columns(result)
-    ratios = {(x["of"], x["to"]): estimate(x["ratio"], x["interval"], ".1f") for x in result["ratios"]}
+    ratios = {(x["of"], x["to"]): estimate(x["ratio"], x["interval"], ".2f") for x in result["ratios"]}
     known = {name: x["steps_per_second"] for name, x in contestants.items() if "steps_per_second" in x}
     compiled = compiled_of(contestants)
     speeds = [f"{known[name]:,.0f}" if name in known else "-" for name in (*peers, "eager", compiled)]
@@ -113,6 +119,7 @@ def speed_row(result: dict) -> list[str]:
     failed = sum(len(x["failed"]) for x in contestants.values())
     return [
         row_name(result) + mark(result.get("file", "")),
+        result["provenance"]["date"][:10],
         f"{result['rounds']}" + f", {failed} failed runs" * bool(failed),
         *speeds,
         *(ratios.get((own, peer), "-") for own in ("eager", compiled) for peer in peers),
@@ -136,23 +143,26 @@ def speed_section() -> list[str]:
     lines = []
     for (machine, peers), results in kinds.items():
         names = [throughput.PEER_NAMES[peer] for peer in peers]
-        header = [f"steady environment steps/s, {machine}", "rounds", *names, "eager", "compiled"]
+        header = [f"steady environment steps/s, {machine}", "measured", "rounds", *names, "eager", "compiled"]
         header += [f"{own} / {name} [95 %]" for own in ("eager", "compiled") for name in names]
         header += ["compiled / eager [95 %]", "first update, cold / warm (s)", "compiled, of the environment alone"]
         lines += [*table_with_flags(header, [speed_row(result) for result in results]), ""]
     lines += legend(lines)
-    lines += ["All contestants in interleaved rounds of fresh processes, with the same hyperparameters, networks,"]
-    lines += [
-        "threads and `--matmul-precision`, as far as the peers can be told: what differs stands beside the tables;"
-    ]
-    lines += ["beside `--bf16` the peers stay in float32, as they have no such flag. Intervals of two or three rounds"]
-    lines += ["are narrow; from one day to the next the same program can differ by more."]
+    lines += paragraph("""All contestants in interleaved rounds of fresh processes, with the same hyperparameters,
+        networks, threads and `--matmul-precision`, as far as the peers can be told: what differs stands beside the
+        tables; beside `--bf16` the peers stay in float32, as they have no such flag. None writes TensorBoard's files;
+        SAC and TD3 log every 200 steps; DQN and Ape-X act at random in as many steps as late in a run.
+        Intervals of two or three rounds are too narrow: in a simulation, what is called 95 % held the truth in some
+        80 % of cases with two rounds, 90 % with three. From one day to the next the same program can differ by more.
+        First updates are timed once with an empty compile cache (cold) and once with a filled one (warm); those of SAC
+        and TD3 come after the first steps, in which they act at random.""")
     pages = sorted(RESULTS.glob("throughput/**/throughput.md"))
     lines += ["Everything that was measured, with peak memory, the time of each part and LeanRL's published figures:"]
     for page in pages:
         machine = machine_of(json.loads(min(page.parent.glob("*.json")).read_text())["provenance"])
         lines += [f"[{machine}]({page.relative_to(RESULTS.parent.parent)})" + ("." if page == pages[-1] else ",")]
-    lines += ["The environment alone takes random actions, and no pause."]
+    lines += paragraph("""The environment alone takes random actions, and no pause. `ppo_env_pool` can be faster than
+        that: while it learns, its workers finish their steps.""")
     return [*lines, *sources([x for results in kinds.values() for x in results], are_marked=True), ""]
 
 
@@ -191,8 +201,11 @@ def score_cell(results: list[dict]) -> str:
         return "failed" if results else "-"
     runs = own["runs"] + own["failed"]
     # A run that did not reach the score would have needed longer than it had
-    at_least = "≥ " * (own["reached"] < runs)
-    return f"{at_least}{estimate(own['mean'], own['interval'], ',.0f')}, {own['reached']} of {runs}"
+    is_bound = own["reached"] < runs
+    return (
+        "≥ " * is_bound
+        + f"{estimate(own['mean'], None if is_bound else own['interval'], ',.0f')}, {own['reached']} of {runs}"
+    )
 
 
 def ladder_section() -> list[str]:
@@ -280,6 +293,11 @@ def plural(number: int, noun: str) -> str:
     return f"{number} {noun}" + "s" * (number != 1)
 
 
+def score_of(row: dict) -> str:
+    """A return and its interval, with a decimal if it is small."""
+    return estimate(row["iqm"], row["interval"], ",.0f" if abs(row["iqm"]) >= 100 else ",.1f")
+
+
 def learning_rows(summary: dict) -> list[list[str]]:
     """Cells of each environment and precision of a report: eager and compiled beside CleanRL."""
     groups = {}
@@ -294,14 +312,17 @@ def learning_rows(summary: dict) -> list[list[str]]:
         published = report.published_for(known)
         measured = [variants.get("eager"), variants.get(compiled_of(variants))]
         scores = [
-            f"{estimate(x['iqm'], x['interval'], ',.0f')}, {plural(len(x['seeds']), 'seed')}, {report.verdict(x)}"
+            f"{score_of(x)}, {plural(len(x['seeds']), 'seed')}, {report.verdict(x)}"
             + mark(summary.get("file", ""), x["script"], x["env_id"], x["variant"])
             if x and x["seeds"]
             else "-"
             for x in measured
         ]
         theirs = f"{published['mean']:,.0f} ± {published['std']:,.0f}" if published else "-"
-        cells.append([row_name(known), f"{known['steps']:,}", *scores, theirs, flags_cell(flags, env_id)])
+        name = Path(summary["file"]).parent.name
+        report_link = f"[{name}](benchmarks/results/learning/{name}/report.md)"
+        steps = f"{known['steps']:,}"
+        cells.append([row_name(known), steps, *scores, theirs, report_link, flags_cell(flags, env_id)])
     return cells
 
 
@@ -309,16 +330,15 @@ def learning_section() -> list[str]:
     """The table of returns."""
     summaries = load("learning/*/report.json")
     header = ["return of the last 100 training episodes", "steps", "eager: IQM [95 %]", "compiled: IQM [95 %]"]
-    header += ["CleanRL, mean ± std"]
+    header += ["CleanRL, mean ± std", "curves, scores, commits"]
     lines = [*table_with_flags(header, [row for summary in summaries for row in learning_rows(summary)]), ""]
     lines += legend(lines)
     lines += [line for summary in summaries for line in report.milestone_tables(summary["rows"], "{}:")]
-    lines += ["Above, below: our interval beside CleanRL's mean ± std. Curves, scores of each seed, commits:"]
-    folders = sorted(path.parent.name for path in RESULTS.glob("learning/*/report.json"))
-    links = [f"[{name}](benchmarks/results/learning/{name}/report.md)" for name in folders]
     commits = {commit for summary in summaries for row in summary["rows"] for commit in row.get("commits", [])}
     commits = {commit[:12] + " with uncommitted changes" * commit.endswith("-dirty") for commit in commits}
-    return [*lines, ", ".join(links) + ".", f"Commits of the runs: {', '.join(sorted(commits))}.", ""]
+    lines += paragraph("""Above, below: our interval beside CleanRL's mean ± std, which is of a few runs. No difference
+        seen: they overlap, which does not show that they are equal.""")
+    return [*lines, f"Commits of the runs: {', '.join(sorted(commits))}.", ""]
 
 
 def search_section() -> list[str]:
@@ -409,31 +429,29 @@ SECTIONS = {
 
 
 def draw_overview(results: Path) -> None:
-    """README's picture, `overview.png`: speeds as multiples of SB3's, and the seconds to a score, on one machine.
+    """README's picture, `overview.png`: speeds as multiples of SB3's, and the seconds to a score.
 
-    The machine is the one with the most pairs among those that have both; on a tie, the one measured last.
+    Each is of the machine on which most was measured by today's code; on a tie, of the one measured last.
     """
     speeds, scores = {}, {}
     for path in results.glob("throughput/**/*.json"):
         result = json.loads(path.read_text())
-        if not result["flags"] and "steps_per_second" in result["contestants"].get("sb3", {}):
+        is_fresh = not mark(str(path.relative_to(results)))
+        if is_fresh and not result["flags"] and "steps_per_second" in result["contestants"].get("sb3", {}):
             speeds.setdefault(machine_of(result["provenance"]), []).append(result)
     for path in sorted(results.glob("time_to_score/*.json")):
         result = json.loads(path.read_text())
         scores.setdefault(machine_of(result["provenance"]), []).append(result)
-    both = {
-        (len(speeds[x]), max(own["provenance"]["date"] for own in speeds[x])): x for x in speeds.keys() & scores.keys()
-    }
-    if not both:
+    if not speeds or not scores:
         return
-    machine = both[max(both)]
+    most = lambda found: max(found.values(), key=lambda own: (len(own), max(x["provenance"]["date"] for x in own)))  # noqa: E731
     with plots.figure(results / "overview.png", columns=2, size=(5.6, 4.2)) as ((left, right),):
-        draw_speeds(left, sorted(speeds[machine], key=lambda x: x["script"]))
-        draw_times(right, scores[machine][0])
+        draw_speeds(left, sorted(most(speeds), key=lambda x: x["script"]))
+        draw_times(right, most(scores)[0])
 
 
 def draw_speeds(axis, results: list[dict]) -> None:
-    """How many times as fast as SB3 the contestants of each pair are, with 95 % intervals."""
+    """How many times as fast as SB3 the contestants of each pair are on a machine, with 95 % intervals."""
     groups = {}
     for result in results:
         measured = [name for name, x in result["contestants"].items() if "steps_per_second" in x and name != "sb3"]
@@ -442,7 +460,8 @@ def draw_speeds(axis, results: list[dict]) -> None:
     plots.draw_groups(axis, groups, ".1f")
     axis.axvline(1, color=plots.colour("sb3"), label=plots.label("sb3"))
     axis.legend()
-    plots.describe_axis(axis, "Environment steps/s, times those of SB3", "", "")
+    title = f"Environment steps/s, times those of SB3\n{machine_of(results[0]['provenance'])}"
+    plots.describe_axis(axis, title, "", "")
 
 
 def draw_times(axis, result: dict) -> None:
@@ -452,7 +471,8 @@ def draw_times(axis, result: dict) -> None:
     bounds = ["≥ " * (x["reached"] < x["runs"]) for x in own.values()]
     values, intervals = ([x[key] for x in own.values()] for key in ("mean", "interval"))
     plots.draw_bars(axis, list(own), values, intervals, prefixes=bounds)
-    title = f"Seconds from pressing Enter until {result['script']}\nhas {result['score']:,g} on {result['env_id']}"
+    title = f"Seconds from pressing Enter until {result['script']} has\n"
+    title += f"{result['score']:,g} on {result['env_id']}\n{machine_of(result['provenance'])}"
     plots.describe_axis(axis, title, "", "")
 
 
