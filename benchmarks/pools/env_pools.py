@@ -32,7 +32,7 @@ from benchmarks.common.programs import ROOT, SCRIPTS, check_positive, fail
 from benchmarks.common.results import Target, describe, make_folder, provenance, stoppable, table
 from benchmarks.pools import models as pool_models
 from benchmarks.pools import peers as pool_peers
-from benchmarks.pools.sleeping import CHANCE, STEP, TAIL, Sleeping
+from benchmarks.pools.sleeping import CHANCE, STEP, TAIL, TALK, Sleeping
 from benchmarks.throughput.ceilings import SECTIONS
 
 SIZES = (6, 12, 24)  # sleeping environments
@@ -350,10 +350,10 @@ def talk_section() -> list[str]:
     batched = 1000 * pool_models.rollouts(*times, 24, LENGTH)
     ready = 1000 * pool_models.first_ready(*times)
     text = f"""
-## The "24x speed-up" talk, from the model
+## The examples of a talk, from the model
 
-A rollout of 2, 3, 5 steps of which one takes {1000 * TAIL:g} ms costs {", ".join(slow)} ms a step (the talk: 52, 35,
-23 ms). 24 environments in lock-step cost {waiting:.1f} ms, in rollouts of {LENGTH} steps {batched:.1f} ms:
+{TALK}. A rollout of 2, 3, 5 steps of which one takes {1000 * TAIL:g} ms costs {", ".join(slow)} ms a step (the talk:
+52, 35, 23 ms). 24 environments in lock-step cost {waiting:.1f} ms, in rollouts of {LENGTH} steps {batched:.1f} ms:
 {waiting / batched:.1f} times as fast (the talk: 4 to 5 times). Where no one waits they cost {ready:.1f} ms:
 {waiting / ready:.1f} times.
 """

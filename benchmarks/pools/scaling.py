@@ -29,13 +29,13 @@ from benchmarks.common.programs import ROOT, SCRIPTS, check_positive, fail
 from benchmarks.common.results import Target, describe, make_folder, provenance, table
 from benchmarks.pools import env_pools, models
 from benchmarks.pools import peers as pool_peers
-from benchmarks.pools.sleeping import Sleeping
+from benchmarks.pools.sleeping import TALK, Sleeping
 
 TIMES = STEP, TAIL, CHANCE = 0.03, 1.0, 0.01  # seconds, seconds, probability
 SHORT = 128  # steps of a rollout, at whose end all environments of the node wait
 ROW_BYTES = 4 * 4 + 8 + 5 * 4  # bytes per row of a fragment: observation, action, five numbers
 LINEAR = 0.9  # share of one node's speed times the number of nodes; below it, this machine is the limit
-TALK = "24x: 4x by batched rollouts on one node, then 6x by 16 times the processors"
+TOLD = "24x: 4x by batched rollouts on one node, then 6x by 16 times the processors"
 
 
 @dataclass
@@ -189,8 +189,8 @@ def results_table(result: dict) -> list[str]:
         "of the model",
         "of lock-step",
         "of linear",
-        "staleness, most",
-        "late",
+        "age of the oldest rows, updates",
+        "rows left out as too old",
     ]
     return table(header, rows)
 
@@ -209,7 +209,7 @@ def write_summary(out: Path) -> str:
             plots.describe_axis(axis, f"sleeping simulators, {title}", "environment steps/s", "")
             axis.legend()
     lines = ["# Slow simulators, on one node and on many", "", "![steps per second](scaling.png)", ""]
-    told = [f"The talk's figures: {TALK}.", "", extrapolate(result["settings"], sizes)]
+    told = [f"{TALK}, tells of {TOLD}.", "", extrapolate(result["settings"], sizes)]
     text = "\n".join([*lines, *results_table(result), "", *told, "", f"Measured {describe(result['provenance'])}", ""])
     (out / "scaling.md").write_text(text)
     return text

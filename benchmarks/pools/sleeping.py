@@ -5,7 +5,10 @@ import time
 import gymnasium as gym
 import numpy as np
 
-STEP, TAIL, CHANCE = 0.003, 0.1, 0.01  # seconds, seconds, probability: the example of the "24x speed-up" talk
+STEP, TAIL, CHANCE = 0.003, 0.1, 0.01  # seconds, seconds, probability: the example of a talk
+TALK = """Raoul Khouri, [A 24x Speedup for Reinforcement Learning with RLlib +
+Ray](https://speakerdeck.com/anyscale/a-24x-speedup-for-reinforcement-learning-with-rllib-plus-ray-raoul-khouri-two-sigma),
+2021"""
 
 
 class Sleeping(gym.Env):

@@ -151,11 +151,11 @@ def speed_section() -> list[str]:
     lines += paragraph("""All contestants in interleaved rounds of fresh processes, with the same hyperparameters,
         networks, threads and `--matmul-precision`, as far as the peers can be told: what differs stands beside the
         tables; beside `--bf16` the peers stay in float32, as they have no such flag. None writes TensorBoard's files;
-        SAC and TD3 log every 200 steps; DQN and Ape-X act at random in as many steps as late in a run.
-        Intervals of two or three rounds are too narrow: in a simulation, what is called 95 % held the truth in some
-        80 % of cases with two rounds, 90 % with three. From one day to the next the same program can differ by more.
-        First updates are timed once with an empty compile cache (cold) and once with a filled one (warm); those of SAC
-        and TD3 come after the first steps, in which they act at random.""")
+        SAC and TD3 log every 200 steps; DQN and Ape-X act at random in as many steps as late in a run. Intervals of two
+        or three rounds are too narrow: in a simulation, what is called 95 % held the truth in some 80 % of cases with
+        two rounds, 90 % with three. From one day to the next the same program can differ by more. First updates are
+        timed once with an empty compile cache (cold) and once with a filled one (warm); those of SAC and TD3 come after
+        the first steps, in which they act at random.""")
     pages = sorted(RESULTS.glob("throughput/**/throughput.md"))
     lines += ["Everything that was measured, with peak memory, the time of each part and LeanRL's published figures:"]
     for page in pages:
@@ -222,7 +222,9 @@ def backend_section() -> list[str]:
     if not (results := load("backends/*.json")):
         return []
     lines = [*backends.rows(results), "", backends.verdict(results)]
-    return [*lines, "[How it was measured](benchmarks/results/backends/backends.md).", *sources(results), ""]
+    lines += paragraph("""The eager PPO scripts, two rounds each. SlowCartPole is CartPole whose step takes 3 ms, and
+        100 ms more in 1 % of the steps. [How it was measured](benchmarks/results/backends/backends.md).""")
+    return [*lines, *sources(results), ""]
 
 
 def gpu_section() -> list[str]:
@@ -257,11 +259,12 @@ def inference_section() -> list[str]:
         for result, own in zip(results, best, strict=True)
     ]
     lines = [*table(header, rows), ""]
-    lines += [
-        "Action, log-probability and value in one call. A way counts only if its outputs equal eager's and follow"
-    ]
-    lines += ["an optimizer step. [All of them](benchmarks/results/inference/inference.md), with latencies, what they"]
-    return [*lines, "take to compile and after how many calls that pays.", *sources(results), ""]
+    lines += paragraph("""Action, log-probability and value in one call. A way counts only if its outputs equal eager's
+        and follow an optimizer step. The scripts act by `numpy` on a CPU, which needs nothing else, except for Atari's
+        CNN. `ort` is ONNX Runtime, whose copy of the weights must be refreshed after each update; `aoti` is code that
+        PyTorch has compiled ahead of time. [All of them](benchmarks/results/inference/inference.md), with intervals,
+        latencies, what they take to compile and after how many calls that pays.""")
+    return [*lines, *sources(results), ""]
 
 
 def absent(row: dict) -> str:
@@ -285,7 +288,10 @@ def rollout_section() -> list[str]:
             rows.append([*place, f"{np.median(speeds):,.0f}", *gains])
     header = ["sampling alone", "environments", "backend", "policy in eager PyTorch, steps/s"]
     lines = [*table([*header, *(f"{name}, to it [95 %]" for name in actors)], rows), ""]
-    lines += ["[With latencies and compile times](benchmarks/results/rollout/rollout.md)."]
+    lines += paragraph("""CartPole, HalfCheetah and Breakout, no learning. `gymnasium` is a worker process for each of
+        several environments, `gymnasium-sync` this process. The scripts act by `numpy`; the other ways are
+        `torch.compile` (inductor), and those of the table above. [With latencies and compile
+        times](benchmarks/results/rollout/rollout.md).""")
     return [*lines, *sources([result]), ""]
 
 
@@ -398,10 +404,9 @@ def scaling_section() -> list[str]:
     for result, page in zip(results, sorted(RESULTS.glob("scaling/**/scaling.md"), key=in_order), strict=True):
         script, link = result["settings"]["script"], page.relative_to(RESULTS.parent.parent)
         lines += [f"`{script}`, [and what one learner could take]({link}):", "", *scaling.results_table(result), ""]
-    lines += [
-        "24 environments a node, which sleep 30 ms a step and 1 s more in 1% of them; nodes that Ray simulates. The"
-    ]
-    lines += ["model is of whoever takes no time of its own."]
+    lines += paragraph("""24 environments a node, which sleep 30 ms a step and 1 s more in 1 % of them; nodes that Ray
+        simulates; one run each. The model is of whoever takes no time of its own; linear: of the speed of one node
+        times the number of nodes. The lock-step rows only step the environments of one node, and learn nothing.""")
     return [*lines, *sources(results), ""]
 
 
