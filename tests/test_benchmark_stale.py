@@ -21,7 +21,7 @@ def source():
     if not commit:
         pytest.skip("there is no git history here")
     return lambda **changes: stale.Source(
-        **{"name": "x", "commit": commit, "command": "./run.sh x", "is_clean": True, "files": []} | changes
+        **{"name": "x", "commit": commit, "command": "./run.sh x", "is_clean": True, "files": [], "pair": ""} | changes
     )
 
 
@@ -36,7 +36,7 @@ def test_reasons(source, monkeypatch):
     assert stale.reasons(source(is_clean=False)) == ["it was made with uncommitted changes"]
     assert stale.reasons(source(commit="0123456789abcdef")) == ["commit 0123456789ab is not in the history"]
     assert stale.reasons(source(commit=None)) == ["commit none is not in the history"]
-    monkeypatch.setattr(stale, "has_changed", lambda file, _commit: file == "scripts/dqn.py")
+    monkeypatch.setattr(stale, "has_changed", lambda file, *_: file == "scripts/dqn.py")
     assert stale.reasons(source(files=["scripts/ppo.py", "scripts/dqn.py"])) == ["dqn.py has changed"]
     assert stale.reasons(source(changed_until="abc")) == ["the code changed while it ran, until abc"]
 
@@ -67,12 +67,16 @@ def test_a_changed_script_is_seen(source, tmp_path, monkeypatch):
         (tmp_path / name).write_text(content)
         monkeypatch.setattr(stale, "ROOT", tmp_path)
         stale.has_changed.cache_clear()
-        assert stale.has_changed(name, commit) is changed
+        assert stale.has_changed(name, commit, "ppo") is changed
     stale.has_changed.cache_clear()
 
 
+# Whether results of SAC at each of four commits are stale, after each of them
+EXPECTED = [[False], [False] * 2, [True, True, False], [True, True, True, False]]
+
+
 def test_a_commit_may_say_that_results_stay(tmp_path, monkeypatch):
-    """A script of three commits: results from before the second one stay, those from before the third do not."""
+    """A file of four commits: all results from before the second stay, from before the third those of one pair."""
 
     def run(*words):
         done = subprocess.run(["git", "-C", tmp_path, *words], check=True, capture_output=True, text=True)
@@ -84,16 +88,16 @@ def test_a_commit_may_say_that_results_stay(tmp_path, monkeypatch):
     run("init", "-q")
     own = ("-c", "user.email=a@b", "-c", "user.name=a")
     commits = []
-    for i, message in enumerate(("First", "Second\n\nResults-stay: only an error is worded otherwise", "Third")):
+    stays = "Results-stay: only an error is worded otherwise"
+    for i, message in enumerate(("First", f"Second\n\n{stays}", "Third\n\nResults-stay-of: dqn ppo", "Fourth")):
         (tmp_path / "scripts" / "x.py").write_text(f"print({i})\n")
         run("add", ".")
         run(*own, "commit", "-q", "-m", message)
         commits.append(run("rev-parse", "HEAD"))
         for cached in (stale.has_changed, stale.code_at, stale.keeps_results):
             cached.cache_clear()
-        if i == 1:
-            assert not stale.has_changed("scripts/x.py", commits[0])
-    assert [stale.has_changed("scripts/x.py", commit) for commit in commits] == [True, True, False]
+        changed = {pair: [stale.has_changed("scripts/x.py", x, pair) for x in commits] for pair in ("ppo", "sac")}
+        assert changed == {"ppo": [[False] * (i + 1), [True] * 3 + [False]][i == 3], "sac": EXPECTED[i]}
     for cached in (stale.has_changed, stale.code_at, stale.keeps_results):
         cached.cache_clear()
 

@@ -9,6 +9,7 @@ import threading
 import time
 from itertools import islice
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -222,12 +223,36 @@ def test_environments_alone_are_those_of_all_runners(tmp_path):
     assert (tmp_path / "runner1" / "metrics.jsonl").read_text() == before
 
 
-def test_peers_take_as_many_threads_as_the_script():
-    cores = len(os.sched_getaffinity(0))
-    expected = {"ppo": 1, "dqn": 1, "sac_continuous_action": min(4, cores), "ppo_atari_envpool": cores}
-    for script, threads in expected.items():
-        module = load_script(SCRIPTS / f"{script}.py")
-        assert peers.threads_of(module, module.Args()) == threads
+@pytest.mark.parametrize(
+    "script", ["ppo", "dqn", "sac_continuous_action", "td3_continuous_action", "ppo_atari_envpool"]
+)
+def test_peers_have_the_threads_and_the_precision_of_the_script(script, tmp_path):
+    """What `auto` stands for on this machine, and whether denormal numbers are zero, as a run of the script says."""
+    told = "print(torch.get_num_threads(), torch.get_float32_matmul_precision(), float(torch.tensor([1e-40]) * 1))"
+    program = f"""
+import sys, torch
+from benchmarks.common.programs import SCRIPTS, environment_class, load_script
+from benchmarks.throughput import peers
+module = load_script(SCRIPTS / "{script}.py")
+if sys.argv[1] == "peer":
+    assert peers.set_up_torch(module, module.Args()) == torch.get_num_threads()
+else:
+    class Envs:
+        def __init__(self, *_):
+            {told}
+            raise SystemExit
+    setattr(module, environment_class(module).__name__, Envs)
+    module.train(module.Args(run_dir=sys.argv[1]))
+{told}
+"""
+    lines = []
+    for word in ("peer", tmp_path / "run"):
+        run = subprocess.run([sys.executable, "-c", program, word], cwd=ROOT, capture_output=True, text=True)
+        lines.append(run.stdout.splitlines()[-1] if run.stdout else run.stderr)
+    assert lines[0] == lines[1]
+    threads, precision, denormal = lines[0].split()
+    assert int(threads) == {"ppo": 1, "dqn": 1}.get(script, min(4, len(os.sched_getaffinity(0))))
+    assert precision in ("highest", "high", "medium") and (float(denormal) == 0) == (script != "ppo")
 
 
 def test_the_environment_alone_is_stepped_without_a_pause():
@@ -266,7 +291,8 @@ def peer_model(peer: str, script: str, **settings):
     module = load_script(SCRIPTS / f"{script}.py")
     task = {"env_id": "CartPole-v1" if script == "dqn" else "Pendulum-v1", "buffer_size": 1000}
     args = module.Args(**task, **settings)
-    return peers.make_model(peer, TABLE[script].peers, args, peers.make_envs(module, args, normalize=False)), args
+    with mock.patch.object(torch.nn.utils, "clip_grad_norm_"):  # which `make_model` may replace for all of a process
+        return peers.make_model(peer, TABLE[script].peers, args, peers.make_envs(module, args, normalize=False)), args
 
 
 def test_sac_of_sb3_has_the_learning_rates_of_the_script():
@@ -291,7 +317,12 @@ def test_dqn_of_the_peers_has_the_loss_and_the_layers_of_the_script():
     model, _ = peer_model("sb3", "dqn")
     from stable_baselines3.dqn import dqn
 
-    assert model.max_grad_norm == float("inf")
+    weight = torch.zeros(1, requires_grad=True)
+    weight.grad = torch.full((1,), 9.0)
+    with mock.patch.object(torch.nn.utils, "clip_grad_norm_"):
+        peers.equalize_sb3("dqn")
+        torch.nn.utils.clip_grad_norm_([weight], 1.0)
+    assert weight.grad == 9  # the script clips nothing
     assert dqn.F.smooth_l1_loss(torch.zeros(2), torch.full((2,), 10.0)) == 100  # Huber's would be 9.5
     model, _ = peer_model("sbx", "dqn")
     layers = model.policy.qf_state.params["params"].values()

@@ -147,7 +147,8 @@ def main() -> None:
             line["charts/SPS"] = (step - written[0]) / (seconds - written[1])
             if (episode_return := runners.get("episode_return_mean")) is not None:
                 line["charts/episodic_return"] = float(episode_return)
-            line["losses/updates"] = 1
+            if result.get("learners"):  # before the first update there are none
+                line["losses/updates"] = 1
             file.write(json.dumps(line) + "\n")
             written = step, seconds
     ray.shutdown()

@@ -9,6 +9,7 @@ still differs is in `DIFFERENCES`, which is stored in a result of `throughput` a
 suffix `-defaults` a library trains as its users start it: one environment and its own settings, not the script's.
 """
 
+import contextlib
 import importlib
 import json
 import math
@@ -23,6 +24,7 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import torch
 import tyro
 
 from benchmarks.common.pairs import TABLE
@@ -40,25 +42,19 @@ from benchmarks.common.programs import (
 from benchmarks.common.results import git, gpu_model, package_versions
 
 
-class Asked(Exception):
-    """Raised when a script sets PyTorch's number of threads."""
+class IsSetUp(Exception):
+    """Raised when a script is about to make its environments."""
 
 
-def threads_of(module: ModuleType, args) -> int:
-    """The number of threads that a script sets for PyTorch, found by running it until it does so, and no further.
+def set_up_torch(module: ModuleType, args) -> int:
+    """Let a script set up PyTorch (threads, precision of products, denormal numbers), and no more -> threads."""
 
-    If it gets to making its environments without setting one, it is one thread per core, as in PyTorch.
-    """
+    def stop(*_):
+        raise IsSetUp
 
-    def ask(number: int) -> None:
-        raise Asked(number)
-
-    cores, envs = len(os.sched_getaffinity(0)), environment_class(module).__name__
-    with mock.patch("torch.set_num_threads", ask), mock.patch.object(module, envs, lambda *_: ask(cores)):
-        try:
-            module.train(args)
-        except Asked as asked:
-            return asked.args[0]
+    with mock.patch.object(module, environment_class(module).__name__, stop), contextlib.suppress(IsSetUp):
+        module.train(args)
+    return torch.get_num_threads()
 
 
 def schedule(start: float, anneal: bool):
@@ -69,6 +65,8 @@ def schedule(start: float, anneal: bool):
 def ppo(args, is_jax: bool, is_image: bool) -> dict:
     batch_size = args.num_envs * args.num_steps // args.num_minibatches
     if is_jax:
+        if args.target_kl is not None:
+            fail("SBX's PPO adapts its learning rate to --target-kl instead of stopping early")
         from flax.linen import tanh
     else:
         from torch.nn import Tanh as tanh
@@ -88,7 +86,7 @@ def off_policy(args) -> dict:
     return {name: getattr(args, name) for name in names}
 
 
-def dqn(args, is_jax: bool, _is_image: bool) -> dict:
+def dqn(args, _is_jax: bool, _is_image: bool) -> dict:
     if args.double_dqn:
         fail("the libraries have no double DQN")
     # `train_freq` counts steps of all environments at once
@@ -98,14 +96,17 @@ def dqn(args, is_jax: bool, _is_image: bool) -> dict:
     settings |= {"exploration_fraction": args.exploration_fraction}
     settings |= {"exploration_initial_eps": args.epsilon_start, "exploration_final_eps": args.epsilon_end}
     settings |= {"policy_kwargs": {"net_arch": [120, 84]}}
-    return off_policy(args) | settings | ({} if is_jax else {"max_grad_norm": float("inf")})
+    return off_policy(args) | settings
 
 
 def sac(args, is_jax: bool, _is_image: bool) -> dict:
     # Without a delay there is one actor update per critic update, as in the script on average
     settings = {"learning_rate": args.policy_lr, "train_freq": 1, "gradient_steps": args.gradient_steps or -1}
     settings |= {"ent_coef": "auto" if args.autotune else args.alpha, "policy_kwargs": {"net_arch": [256, 256]}}
-    return off_policy(args) | settings | ({"qf_learning_rate": args.q_lr} if is_jax else {})
+    if is_jax and args.target_network_frequency != 1:
+        fail("SBX's SAC moves its targets at each update: leave --target-network-frequency at 1")
+    targets = {"target_update_interval": args.target_network_frequency}
+    return off_policy(args) | settings | ({"qf_learning_rate": args.q_lr} if is_jax else targets)
 
 
 def td3(args, _is_jax: bool, _is_image: bool) -> dict:
@@ -125,7 +126,8 @@ DIFFERENCES = {
     },
     "sbx": {
         "ppo": "no clipping of the value loss, and an optimizer for each network, with a gradient norm of its own",
-        "sac": "a step of the actor with each step of the critics, where the script takes two after every second one",
+        "sac": "a step of the actor with each step of the critics, where the script takes two after every second one; "
+        "the temperature learns at the actor's rate",
     },
     "rllib": {
         "impala_ray": "Gymnasium's environments, where the script takes EnvPool's by default; PyTorch's Adam with its "
@@ -147,8 +149,9 @@ def differences(script: str, names: list[str]) -> dict[str, str]:
 
 
 def equalize_sb3(algorithm: str) -> None:
-    """Give SB3's DQN the squared error of the script instead of Huber's loss."""
+    """Give SB3's DQN the squared error of the script instead of Huber's loss, and no clipping, which takes time."""
     if algorithm == "dqn":
+        torch.nn.utils.clip_grad_norm_ = lambda *_: None
         from stable_baselines3.dqn import dqn as library
         from torch.nn.functional import mse_loss
 
@@ -251,30 +254,29 @@ def make_log(folder: Path, every: int):
 def write_config(folder: Path, peer: str, script: str, args) -> None:
     config = {"script": f"{script}.py", "peer": peer, "args": asdict(args), "versions": package_versions()}
     config |= {"device": gpu_model() or "cpu", "cores": len(os.sched_getaffinity(0))}
-    config["commit"] = git("rev-parse", "HEAD") or None
+    config |= {"threads": torch.get_num_threads(), "matmul_precision": torch.get_float32_matmul_precision()}
+    config["commit"] = git("describe", "--always", "--dirty", "--abbrev=40") or None
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def train(peer: str, script: str, flags: list[str]) -> Path:
     """Train with a peer as the script would with these flags; returns the run's folder."""
-    import torch
+    from stable_baselines3.common.logger import Logger
 
     module = load_script(SCRIPTS / f"{script}.py")
     args = tyro.cli(module.Args, args=flags)
     at_defaults = peer.endswith(AT_DEFAULTS)
     if at_defaults:
         args = replace(args, num_envs=1)
-    elif (threads := threads_of(module, args)) == 1:
+    elif set_up_torch(module, args) == 1:
         os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false " + os.environ.get("XLA_FLAGS", "")
-    if not at_defaults:
-        torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision(getattr(args, "matmul_precision", "highest"))
     folder = Path(args.run_dir or f"runs/{args.env_id}__{script}-{peer}__{args.seed}__{int(time.time())}")
     folder.mkdir(parents=True, exist_ok=True)
     write_config(folder, peer, script, args)
 
     envs = make_envs(module, args, normalize=script == "ppo_continuous_action" and not at_defaults)
     model = make_model(peer, TABLE[script].peers, args, envs)
+    model.set_logger(Logger(None, []))  # otherwise each run leaves an empty folder in /tmp
     # For PPO a line per rollout, written when the next one starts; otherwise as often as the script writes one
     model.learn(args.total_timesteps, callback=make_log(folder, getattr(args, "log_every", 1)))
     envs.close()

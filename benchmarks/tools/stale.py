@@ -3,7 +3,8 @@
 A result is fresh if it names the command that made it, if its commit is in the history, without uncommitted changes and
 without another commit while it ran, and if the scripts that it measured have not changed since, nor the code that
 drives its peers or makes its rungs. Changes to comments, docstrings and formatting do not count, nor does a commit
-whose message has a line `Results-stay: REASON` that says why its changes can't affect any result.
+whose message has a line `Results-stay: REASON` that says why its changes can't affect any result, or a line
+`Results-stay-of: PAIR PAIR ...` for results of these pairs.
 
 With --note stale results are listed in benchmarks/results/stale.json, from which `./run.sh readme` marks them in its
 tables. A test fails if a stale result is not listed there, or a fresh one is: measure again, or note and mark it.
@@ -35,6 +36,7 @@ class Source:
     command: str | None
     is_clean: bool  # whether there were no uncommitted changes
     files: list[str]  # paths of the scripts measured, and of the code that defines what is measured
+    pair: str  # what was measured, if it is one pair
     changed_until: str | None = None  # the commit at the end, if the code changed while it ran
 
 
@@ -71,19 +73,21 @@ def code_at(file: str, commit: str) -> str:
 
 
 @cache
-def keeps_results(commit: str) -> bool:
-    """Whether a commit declares that earlier results stay valid."""
-    return bool(git("log", "-1", "--format=%(trailers:key=Results-stay,valueonly)", commit))
+def keeps_results(commit: str, pair: str) -> bool:
+    """Whether a commit declares that earlier results, or those of a pair, stay valid."""
+    keys = "Results-stay", "Results-stay-of"
+    of_all, of_some = (git("log", "-1", f"--format=%(trailers:key={key},valueonly)", commit) for key in keys)
+    return bool(of_all) or pair in of_some.split()
 
 
 @cache
-def has_changed(file: str, commit: str) -> bool:
-    """Whether a file behaves differently today than at a commit, apart from changes declared not to affect results."""
+def has_changed(file: str, commit: str, pair: str) -> bool:
+    """Whether a file behaves differently today than at a commit, apart from changes declared not to affect a pair."""
     then, now = code_at(file, commit), code((ROOT / file).read_text())
     if not then or then == now:
         return not then
     for later in (git("log", "--reverse", "--format=%H", f"{commit}..HEAD", "--", file) or "").split():
-        if code_at(file, later) != then and not keeps_results(later):
+        if code_at(file, later) != then and not keeps_results(later, pair):
             return True
         then = code_at(file, later)
     return then != now
@@ -96,7 +100,8 @@ def reasons(source: Source) -> list[str]:
         return [*found, f"commit {(source.commit or 'none')[:12]} is not in the history"]
     found += [] if source.is_clean else ["it was made with uncommitted changes"]
     found += [f"the code changed while it ran, until {source.changed_until[:12]}"] if source.changed_until else []
-    return found + [f"{Path(file).name} has changed" for file in source.files if has_changed(file, source.commit)]
+    changed = [file for file in source.files if has_changed(file, source.commit, source.pair)]
+    return found + [f"{Path(file).name} has changed" for file in changed]
 
 
 def twins(script: str) -> list[str]:
@@ -120,8 +125,9 @@ def sources_of(path: Path, result: dict) -> Iterator[Source]:
             script = row["script"] + SUFFIX * (row["variant"].split()[0] not in ("eager", "sb3", "sbx")) + ".py"
             place = f"{name}: {row['script']}, {row['env_id']}, {row['variant']}"
             for commit in row.get("commits", []):
-                clean = not commit.endswith("-dirty")
-                yield Source(place, commit.removesuffix("-dirty"), origin.get("command"), clean, [f"scripts/{script}"])
+                clean, files = not commit.endswith("-dirty"), [f"scripts/{script}"]
+                origin_of = commit.removesuffix("-dirty"), origin.get("command")
+                yield Source(place, *origin_of, clean, files, row["script"])
         return
     if "search" in result:
         files = [f"scripts/{result['search']['script']}.py"]
@@ -131,7 +137,8 @@ def sources_of(path: Path, result: dict) -> Iterator[Source]:
         pairs = FAMILIES.values() if path.parent.name == "rollout" else ["ppo_env_pool"]
         files = [file for pair in pairs for file in twins(pair)]
     files, clean = files + makers(path, result), not origin["uncommitted_changes"]
-    yield Source(name, origin["commit"], origin.get("command"), clean, files, origin.get("changed_until"))
+    pair = result.get("script", "")
+    yield Source(name, origin["commit"], origin.get("command"), clean, files, pair, origin.get("changed_until"))
 
 
 def stale() -> dict[str, list[str]]:
