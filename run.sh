@@ -39,7 +39,8 @@ END
 # A Python of at least 3.11, the oldest that the scripts support; PYTHON=... picks another.
 find_python() {
   local candidate
-  for candidate in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11}; do
+  if [ -n "${PYTHON:-}" ]; then set -- "$PYTHON"; else set -- python3 python3.14 python3.13 python3.12 python3.11; fi
+  for candidate; do
     if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
       echo "$candidate"
       return
@@ -89,7 +90,10 @@ case $command in
     install requirements
     case " $* " in *_ray* | *" --ray-address"* | *" --ray_address"*) install requirements-ray ;; esac
     ;;
-  backends | env-pools | speedrun | time-to-score) install requirements-benchmark ;;
+  backends | env-pools | speedrun | time-to-score)
+    install requirements-benchmark
+    case " $* " in *_ray*) install requirements-ray ;; esac
+    ;;
   tune) install requirements-tune ;;
   scaling)
     install requirements-benchmark
@@ -98,7 +102,7 @@ case $command in
   inference | rollout)
     # By default all ways to act are measured, and onnxruntime is one of them
     case " $* " in
-      *" ort"*) install requirements-benchmark ;;
+      *" ort"* | *"=ort"*) install requirements-benchmark ;;
       *" --paths"* | *" --compile-actor"* | *" --smoke"* | *" --help"*) install requirements ;;
       *) install requirements-benchmark ;;
     esac
@@ -106,7 +110,7 @@ case $command in
   throughput)
     case " $* " in *" --peers"*) install requirements-benchmark ;; *) install requirements ;; esac
     case " $* " in *_ray*) install requirements-ray ;; esac
-    case " $* " in *" rllib"*) install_rllib ;; esac
+    case " $* " in *rllib*) install_rllib ;; esac
     ;;
   gpu)
     # A machine with a GPU may have no registry to install from, but a Python that has it all

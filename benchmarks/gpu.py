@@ -3,6 +3,9 @@
 Each starts with what matters most and keeps its results so far when time runs out or it is stopped. With PYTHON=... it
 uses the packages of that Python and installs nothing; --dry-run does the same on a CPU, at toy size.
 
+In a copy without a git history, FLATOUT_COMMIT="$(git describe --always --dirty --abbrev=40)", as printed where there
+is one, names the commit in the results. --cache keeps compiled code from one command to the next.
+
 Measures: `correctness`: for each pair, whether the compiled script computes what the eager one does, with each of the
 four combinations of --compile and --cudagraphs, and the tests that need CUDA; `speed`: pair by pair, the steady steps/s
 of eager, compile, cudagraphs, both, and of LeanRL if --leanrl names its folder; `more`: how fast each network acts,
@@ -110,6 +113,8 @@ class Report:
         self.status[part] = status
         if lines is not None:
             self.lines[part] = lines
+            if isinstance(results, dict) and "provenance" not in results:
+                results = {"results": results, "provenance": self.provenance}
             write_json(self.out / f"{part}.json", results)
         text = [f"# {self.title}", "", describe(self.provenance), ""]
         text += [*table(["part", "status"], [list(x) for x in self.status.items()]), ""]
@@ -275,8 +280,8 @@ def measure_speeds(task: Task) -> None:
 
 
 def measure_inference(task: Task) -> None:
-    """The networks one after the other."""
-    networks, results = [*(name for name in task.scripts if name in NETWORKS), "rllib_cnn"], []
+    """All networks, which get ready side by side."""
+    networks, results = (*(name for name in task.scripts if name in NETWORKS), "rllib_cnn"), []
 
     def on_result(result: dict) -> None:
         results.append(result)
@@ -285,28 +290,26 @@ def measure_inference(task: Task) -> None:
         task.report.write("inference", f"running: {len(results)} of {len(networks)}", lines, results)
         task.report.draw("inference", inference.draw, results)
 
-    def measure(network: str, seconds: float) -> None:
-        where = {"networks": (network,), "devices": (task.plan.device,), "out": task.work}
-        options = inference.check(inference.Options(**where, **task.plan.inference))
-        inference.measure(options, seconds, tqdm(disable=True), on_result)
-
-    one_by_one(task, networks, measure)
+    where = {"networks": networks, "devices": (task.plan.device,), "out": task.work}
+    options = inference.check(inference.Options(**where, **task.plan.inference))
+    inference.measure(options, task.share(0, 1), tqdm(disable=True), on_result)
 
 
 def measure_device_use(task: Task) -> None:
-    """The pairs one after the other; beside the speeds of undisturbed scripts, if they lie in the same folder."""
+    """All pairs, which get ready side by side; beside the speeds of undisturbed scripts, if they lie in the folder."""
     file, uses = task.report.out / "speed.json", {}
     speeds = json.loads(file.read_text()) if file.exists() else []
     known = {(x["script"], name): y.get("steps_per_second") for x in speeds for name, y in x["contestants"].items()}
 
-    def measure(script: str, seconds: float) -> None:
-        limits = task.plan.profile_seconds, seconds, task.work, task.cache
-        uses[script] = device_use.measure(script, task.plan.profiled, task.plan.device, *limits)
+    def on_use(script: str, variant: str, use: dict) -> None:
+        uses.setdefault(script, {})[variant] = use
         lines = ["## What the device does", "", "![device busy](device_use.png)", "", *device_use.table_of(uses, known)]
-        task.report.write("device_use", f"running: {len(uses)} of {len(task.scripts)}", [*lines, ""], uses)
+        done, count = sum(map(len, uses.values())), len(task.scripts) * len(task.plan.profiled)
+        task.report.write("device_use", f"running: {done} of {count}", [*lines, ""], uses)
         task.report.draw("device_use", device_use.draw, uses)
 
-    one_by_one(task, task.scripts, measure)
+    limits = task.plan.profile_seconds, task.share(0, 1), task.work, task.cache
+    device_use.measure(task.scripts, task.plan.profiled, task.plan.device, *limits, on_use)
 
 
 def measure_rollout(task: Task) -> None:
@@ -375,6 +378,6 @@ def main(options: Options) -> None:
             work.mkdir()
             deadline = now + share * (started + options.time_limit - now)
             print(f"{name}: {deadline - now:.0f} s at most", file=sys.stderr)
-            cache = options.cache.resolve() if options.cache else work / "cache"
+            cache = options.cache.resolve() if options.cache else Path(folder, "cache")  # of all parts
             run_part(name, part, Task(plan, scripts, options.leanrl, work, cache, report, deadline))
     print(report.path.read_text())

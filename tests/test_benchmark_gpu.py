@@ -44,10 +44,11 @@ def dry_run(tmp_path, capsys):
 def test_dry_run_of_correctness(dry_run):
     """As a program, the other stages in this process."""
     results, text = dry_run("correctness", is_program=True)
-    own = results["parity"]["dqn"]["lean"]
+    own = results["parity"]["results"]["dqn"]["lean"]
     assert own["equal"] and own["weights"] == 0  # the twins are alike
     assert "| `dqn` | yes (0e+00) |" in text
-    assert set(results["tests"].values()) <= {"SKIPPED", "PASSED"} and results["tests"]
+    assert set(results["tests"]["results"].values()) <= {"SKIPPED", "PASSED"} and results["tests"]["results"]
+    assert results["tests"]["provenance"]["machine"]["cores"] > 0
 
 
 def test_dry_run_of_speed(dry_run):
@@ -64,7 +65,7 @@ def test_dry_run_of_more(dry_run):
     assert (inference["network"], other["network"]) == ("dqn", "rllib_cnn") and "speedup" in inference["cells"][0]
     (row,) = results["rollout"]["rows"]
     assert row["actor"] == "off" and row["steps_per_second"] > 100
-    use = results["device_use"]["dqn"]["eager"]
+    use = results["device_use"]["results"]["dqn"]["eager"]
     assert 0 < use["busy_fraction"] < 1 and use["kernels_per_step"] > 1 and len(use["timeline"]) > 5
 
 

@@ -82,7 +82,7 @@ def test_command(monkeypatch, tmp_path, capsys):
         order.append(number)
         assert options.seconds == 3 and "--no-tensorboard" in arguments
         own = {"speeds": [100.0 * 2**number] * 5, "first_update_seconds": 1.0, "peak_memory_mb": 1.0, "cores_used": 1.0}
-        return own, type("Run", (), {"env_id": "HalfCheetah-v4"})
+        return own, type("Run", (), {"env_id": "HalfCheetah-v4", "lines": [{}]})
 
     equal = {"equal": True, "metrics": 1e-6, "weights": 2e-8}
     monkeypatch.setattr(ladder.throughput, "measure", measure)

@@ -127,7 +127,7 @@ def test_what_a_gpu_gave_is_shown(tmp_path, monkeypatch):
     source = provenance() | {"machine": {"cpu": "Some CPU", "cores": 16, "gpu": "Some GPU"}}
     (tmp_path / "gpu" / "speed.json").write_text(json.dumps([result | {"provenance": source}]))
     equal = {"lean": {"equal": True}, "compile": {"equal": True}, "cudagraphs": {"equal": False}}
-    (tmp_path / "gpu" / "parity.json").write_text(json.dumps({"ppo": equal}))
+    (tmp_path / "gpu" / "parity.json").write_text(json.dumps({"results": {"ppo": equal}}))
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
     header, _, row, *_ = readme.gpu_section()
     assert machine_of(source) == "16 cores of Some CPU, Some GPU" and "16 cores of Some CPU, Some GPU" in header

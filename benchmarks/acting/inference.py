@@ -14,11 +14,11 @@ minute.
 Leaves: in --out a JSON file per network and device, and inference.md and inference.png from all JSON files there.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +29,8 @@ from benchmarks.acting.inference_worker import TOLERANCE
 from benchmarks.acting.networks import NETWORKS
 from benchmarks.acting.paths import path_names
 from benchmarks.common import plots, turns
-from benchmarks.common.programs import check_known, check_positive, fail
-from benchmarks.common.results import describe, make_folder, provenance, stoppable, table, write_json
+from benchmarks.common.programs import check_known, check_once, check_positive, fail
+from benchmarks.common.results import Target, describe, load_all, make_folder, provenance, stoppable, table
 
 NOISE = "eager"  # the path that is measured against itself: its apparent gain is the error of all the others
 SMOKE_PATHS = ("eager", "aot_eager", "inductor", "numpy")
@@ -54,7 +54,7 @@ class Options:
     devices: tuple[str, ...] = ()  # by default cpu, and cuda if available
     threads: int = 1  # threads of PyTorch and of onnxruntime
     seconds: float = 0.5  # seconds for which each contestant is timed, at each batch size
-    jobs: int = 0  # processes that compile in parallel; by default one per core
+    jobs: int | None = None  # processes that compile in parallel; by default one per core
     timeout: float = 600.0  # seconds that a process may take to compile, and again to measure
     time_limit: float = float("inf")  # seconds for everything; what is not done by then is reported as missing
     smoke: bool = False  # a short run, to check that everything works: one network, two batch sizes, few paths
@@ -76,11 +76,17 @@ def check(options: Options) -> Options:
     check_known("path", options.paths, list(known))
     if "cuda" in devices and not torch.cuda.is_available():
         fail("--devices cuda: PyTorch finds no CUDA device here")
-    check_positive(options, "threads", "seconds", "timeout", "time_limit")
+    check_positive(options, "threads", "seconds", "timeout", "time_limit", "jobs")
+    check_once(options, "networks", "paths", "batch_sizes", "devices")
     if not options.batch_sizes or min(options.batch_sizes) < 1:
         fail("--batch-sizes must be 1 or more")
     make_folder(options.out)
     return replace(options, networks=networks, devices=devices, jobs=options.jobs or len(os.sched_getaffinity(0)))
+
+
+def paths_of(device: str, options: Options) -> list[str]:
+    """The paths to measure on a device."""
+    return [path for path in path_names(torch_device(device)) if path in (options.paths or (path,))]
 
 
 def result_of(network: str, device: str, options: Options, cells: list[dict]) -> dict:
@@ -95,7 +101,7 @@ def measure(options: Options, time_limit: float, bar: tqdm, on_result: Callable[
     cases, cells = [], {}
     for network in options.networks:
         for device in options.devices:
-            paths = [path for path in path_names(torch_device(device)) if path in (options.paths or (path,))]
+            paths = paths_of(device, options)
             cases += [{"network": network, "device": device, "path": path, **shared} for path in paths]
             cells[network, device] = []
 
@@ -205,7 +211,7 @@ def draw(results: list[dict], path: Path) -> None:
 
 def write_summary(out: Path) -> str:
     """Make `inference.md` and `inference.png` of all results in a folder; returns the Markdown."""
-    results = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+    results = load_all(out, "cells")
     lines = ["# Inference", "", INTRODUCTION, "", "![% faster than eager](inference.png)", ""]
     lines += [f"- {best_line(result)}" for result in results]
     text = "\n".join([*lines, "", *(line for result in results for line in section(result))])
@@ -216,9 +222,18 @@ def write_summary(out: Path) -> str:
 
 def main(options: Options) -> None:
     started, options = time.perf_counter(), check(options)
+    load_all(options.out, "cells")
+    targets, sizes = {}, list(options.batch_sizes)
+    for network, device in product(options.networks, options.devices):
+        path = options.out / f"{network}.{device}.json"
+        targets[network, device] = target = Target(path, network=network, device=device, batch_sizes=sizes)
+        known = {cell["path"] for cell in target.old.get("cells", [])}
+        if missing := sorted(known - set(paths_of(device, options))):
+            fail(f"{path} has the paths {', '.join(missing)}, which yours would lack: give another --out")
 
     def on_result(result: dict) -> None:
-        write_json(options.out / f"{result['network']}.{result['device']}.json", result)
+        is_whole = any("error" not in cell for cell in result["cells"])  # some ways do not exist for all networks
+        targets[result["network"], result["device"]].write(result, is_whole)
 
     kept = f"the networks that were finished before lie in {options.out}"
     with stoppable(kept), tqdm(unit="path", disable=None) as bar:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from benchmarks.acting.rollout_worker import ACTORS, FAMILIES
 from benchmarks.common import plots, turns
 from benchmarks.common.programs import check_known, check_positive, fail
-from benchmarks.common.results import describe, estimate, make_folder, provenance, stoppable, table, write_json
+from benchmarks.common.results import Target, describe, estimate, make_folder, provenance, stoppable, table
 
 BACKENDS = ("gymnasium", "gymnasium-sync", "envpool")
 
@@ -46,7 +46,7 @@ class Options:
     device: Literal["cpu", "cuda"] = "cpu"  # where the policy acts
     threads: int = 1  # threads of PyTorch and of onnxruntime
     seconds: float = 2.0  # seconds for which each contestant is timed
-    jobs: int = 0  # processes that compile in parallel; by default one per core
+    jobs: int | None = None  # processes that compile in parallel; by default one per core
     timeout: float = 600.0  # seconds that a process may take to compile, and again to measure
     time_limit: float = float("inf")  # seconds for everything; what is not done by then is reported as missing
     out: Path = Path("runs/rollout")  # results folder; the README's results are in benchmarks/results/rollout
@@ -59,7 +59,7 @@ def check(options: Options) -> Options:
     check_known("family", options.families, list(FAMILIES))
     if options.device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda: PyTorch finds no CUDA device here")
-    check_positive(options, "threads", "seconds", "timeout", "time_limit")
+    check_positive(options, "threads", "seconds", "timeout", "time_limit", "jobs")
     if not options.num_envs or min(options.num_envs) < 1:
         fail("--num-envs must be 1 or more")
     elsewhere = ("ort", "numpy") if options.device == "cuda" else ("cudagraphs",)
@@ -161,9 +161,14 @@ def measure(options: Options, time_limit: float, bar: tqdm, on_result: Callable[
 
 def main(options: Options) -> None:
     started, options = time.perf_counter(), check(options)
-    file, kept = options.out / "rollout.json", f"what was measured before lies in {options.out}"
+    target = Target(options.out / "rollout.json", device=options.device)
+    kept = f"what was measured before lies in {options.out}"
+    place = lambda row: (row["family"], row["num_envs"], row["backend"], row["actor"])  # noqa: E731
+    asked = set(map(place, settings_of(options)))
+    if missing := set(map(place, target.old.get("rows", []))) - asked:
+        fail(f"{target.path} has {' '.join(map(str, min(missing)))}, which yours would lack: give another --out")
     with stoppable(kept), tqdm(unit="actor", disable=None) as bar:
         left = options.time_limit - (time.perf_counter() - started)
-        measure(options, left, bar, lambda result: write_json(file, result))
+        measure(options, left, bar, lambda result: target.write(result, len(result["rows"]) == len(asked)))
     print(write_summary(options.out))
     print(f"written to {options.out}: rollout.md, rollout.png, rollout.json")

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -61,9 +62,29 @@ def check_known(kind: str, names: list[str] | tuple[str, ...], known: list[str])
         fail(f"no {kind} {', '.join(unknown)}; there are {', '.join(known)}")
 
 
+def check_once(options, *names: str) -> None:
+    """Refuse lists that name something twice."""
+    for name in names:
+        values = list(getattr(options, name))
+        if twice := [x for i, x in enumerate(values) if x in values[:i]]:
+            fail(f"--{name.replace('_', '-')} has {twice[0]} twice")
+
+
+def split_flags(text: str, refused: tuple[str, ...] = ("--run-dir", "--resume")) -> list[str]:
+    """The words of --flags; refused if they can't be read, or hold a flag that the command sets itself."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        fail(f"--flags {text}: {error}")
+    for word in words:
+        if (name := word.partition("=")[0].replace("_", "-")) in refused:
+            fail(f"--flags: {name} is not for you to set here")
+    return words
+
+
 def check_installed(peers: tuple[str, ...]) -> None:
-    """Refuse peers that are not installed."""
-    absent = [peer for peer in peers if importlib.util.find_spec(PEERS[peer]) is None]
+    """Refuse peers that are not installed; RLlib has an environment of its own."""
+    absent = [peer for peer in peers if peer != "rllib" and importlib.util.find_spec(PEERS[peer]) is None]
     if absent:
         fail(f"{', '.join(absent)} not installed: pip install -r requirements/requirements-benchmark.txt")
 
@@ -96,6 +117,8 @@ def command(script: str, variant: str) -> list[str]:
 def load_script(path: Path) -> ModuleType:
     """Import a script from its file under its own name, so that worker processes can import what is sent to them."""
     path = path.resolve()
+    if path.suffix != ".py":
+        fail(f"{path} is no Python file")
     if getattr(sys.modules.get(path.stem), "__file__", None) == str(path):
         return sys.modules[path.stem]
     spec = importlib.util.spec_from_file_location(path.stem, path)

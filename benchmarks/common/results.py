@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -84,9 +85,15 @@ CODE = ("scripts", "benchmarks", "requirements", ":(exclude)benchmarks/results")
 
 
 def code_state() -> dict:
-    """The commit that is checked out, and whether the code differs from it."""
-    changes = bool(git("status", "--porcelain", "--", *CODE))
-    return {"commit": git("rev-parse", "HEAD") or None, "uncommitted_changes": changes}
+    """The commit that is checked out, and whether the code differs from it.
+
+    Where there is no history they are those of the variable FLATOUT_COMMIT, as `git describe --always --dirty
+    --abbrev=40` has printed them on another machine.
+    """
+    if commit := git("rev-parse", "HEAD"):
+        return {"commit": commit, "uncommitted_changes": bool(git("status", "--porcelain", "--", *CODE))}
+    told = os.environ.get("FLATOUT_COMMIT", "")  # a copy of the files has no history
+    return {"commit": told.removesuffix("-dirty") or None, "uncommitted_changes": told.endswith("-dirty")}
 
 
 @cache
@@ -118,7 +125,7 @@ def is_clean(source: dict) -> bool:
 def machine_folder(out: Path) -> Path:
     """Where this machine's results go: `out` or, if that holds another's, a subfolder named after its GPU or CPU."""
     here = provenance()
-    others = [json.loads(path.read_text())["provenance"] for path in out.glob("*.json")]
+    others = [result["provenance"] for result in load_all(out)]
     if all(machine_of(other) == machine_of(here) for other in others):
         return out
     return out / re.sub(r"\W+", "_", here["machine"]["gpu"] or here["machine"]["cpu"]).strip("_").lower()
@@ -146,10 +153,28 @@ def describe(source: dict) -> str:
     return f"{source['date']}{how}; commit {commit_of(source)}; {where}; {what}."
 
 
+def load(path: Path, *keys: str) -> dict:
+    """A result's file; SystemExit(2) with its name if it is damaged, or lacks one of these keys."""
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        fail(f"{path} can't be read ({type(error).__name__}: {error}): move it away, or give another --out")
+    missing = [key for key in ("provenance", *keys) if not isinstance(result, dict) or key not in result]
+    if missing:
+        fail(f"{path} is no result of this command, as it has no {missing[0]}: move it away, or give another --out")
+    return result
+
+
+def load_all(out: Path, *keys: str) -> list[dict]:
+    """The results in a folder, ordered by file name."""
+    return [load(path, *keys) for path in sorted(out.glob("*.json"))]
+
+
 def make_folder(folder: Path) -> None:
-    """Make the folder for results, or exit with an error."""
+    """Make the folder for results, or exit with an error if nothing can be written to it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         fail(f"can't write to {folder}: {error.strerror}")
 
@@ -176,7 +201,7 @@ class Target:
     def __init__(self, path: Path, **question):
         self.path, self.part = path, path.with_name(path.name + ".part")
         self.is_new = not path.exists()
-        old = {} if self.is_new else json.loads(path.read_text())
+        self.old = old = {} if self.is_new else load(path, *question)
         here = provenance()
         there = machine_of(old.get("provenance", here))
         why = [f"is of {there}"] if machine_of(here) != there else []
@@ -199,7 +224,7 @@ class Target:
     def begun(self) -> dict:
         """The newest result of this command, by this code on this machine; {} if there is none."""
         here = provenance()
-        known = [json.loads(path.read_text()) for path in (self.part, self.path) if path.exists()]
+        known = [load(path) for path in (self.part, self.path) if path.exists()]
         same = ("command", "commit", "versions", "machine")
         sources = [(x, x["provenance"]) for x in known if not here["uncommitted_changes"]]
         found = [x for x, source in sources if is_clean(source) and all(source[name] == here[name] for name in same)]

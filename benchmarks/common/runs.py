@@ -13,6 +13,9 @@ LAST_EPISODES = 100  # a run's score is the mean training return of this many ep
 DONE = 0.99  # share of the budget from which a run counts as complete
 
 
+SIZES = "num_steps", "num_workers", "envs_per_worker", "num_envs", "num_runners", "envs_per_runner"
+
+
 @dataclass(eq=False)
 class Run:
     """A run: its configuration, the lines of its log in order of steps, and any problems found with these."""
@@ -91,8 +94,7 @@ class Run:
     @property
     def rollout(self) -> int:
         """Rows of a rollout; 1 where there are none."""
-        sizes = ("num_steps", "num_workers", "envs_per_worker", "num_envs", "num_runners", "envs_per_runner")
-        return math.prod(self.args.get(name, 1) or 1 for name in sizes) if "num_steps" in self.args else 1
+        return math.prod(self.args.get(name, 1) or 1 for name in SIZES) if "num_steps" in self.args else 1
 
     @property
     def budget(self) -> int | None:
@@ -155,16 +157,27 @@ def read_lines(path: Path) -> tuple[list[dict], int]:
     return lines, broken
 
 
+def check_config(config: dict) -> None:
+    """Raises ValueError, TypeError or AttributeError for what no script writes."""
+    args = dict(config.get("args", {}))
+    for resumed in config.get("resumed", []):
+        args |= resumed.get("changed", {})
+    if not isinstance(config.get("script", ""), str):
+        raise ValueError
+    for name in ("total_timesteps", "seed", *SIZES):
+        if not isinstance(args.get(name, 1), int | None):
+            raise ValueError
+
+
 def read_run(folder: Path) -> Run:
     """The run in a folder; its `problems` list what is missing or broken."""
     problems = []
     try:
         config = json.loads((folder / "config.json").read_text())
-        if not isinstance(config, dict) or not isinstance(config.get("args", {}), dict):
-            raise ValueError
+        check_config(config)
     except OSError:
         config, problems = {}, ["no config.json"]
-    except ValueError:
+    except (ValueError, TypeError, AttributeError):
         config, problems = {}, ["config.json is broken"]
     lines, broken = read_lines(folder / "metrics.jsonl")
     run = Run(folder, config, lines, problems)

@@ -42,7 +42,11 @@ def bootstrap(
     strata = [np.asarray(x, dtype=float) for x in strata]
     draws = [statistic([x[rng.integers(len(x), size=len(x))] for x in strata]) for _ in range(RESAMPLES)]
     tail = (1 - level) / 2
-    low, high = np.quantile(np.stack(draws), [tail, 1 - tail], axis=0)
+    draws = np.stack(draws)
+    if np.isfinite(draws).all():
+        low, high = np.quantile(draws, [tail, 1 - tail], axis=0)
+    else:  # there is nothing between a number and infinity
+        low, high = (np.quantile(draws, x, 0, method=how) for x, how in ((tail, "lower"), (1 - tail, "higher")))
     return low, high
 
 

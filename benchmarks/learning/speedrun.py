@@ -9,8 +9,6 @@ Takes: as long as the runs: with those beside it, CartPole about 25 minutes, Hal
 Leaves: in --out one JSON file per record, rewritten after each seed, and the board of all records there, speedrun.md.
 """
 
-import json
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -24,11 +22,14 @@ from benchmarks.common.programs import (
     Variant,
     check_installed,
     check_known,
+    check_once,
     check_positive,
     fail,
     pairs,
+    peers_of,
+    split_flags,
 )
-from benchmarks.common.results import Target, describe, machine_of, make_folder, provenance, stoppable, table
+from benchmarks.common.results import Target, describe, load_all, machine_of, make_folder, provenance, stoppable, table
 from benchmarks.learning.time_to_score import (
     Contestant,
     cells,
@@ -108,7 +109,7 @@ def board(results: list[dict]) -> list[str]:
 
 
 def load(folder: Path) -> list[dict]:
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return load_all(folder, "contestants", "settings")
 
 
 def write_summary(out: Path) -> str:
@@ -130,10 +131,13 @@ def check(options: Options) -> None:
     check_positive(options, "timeout")
     if not options.seeds:
         fail("--seeds: name at least one")
-    if any(word.startswith(("--env-id", "--seed", "--env-kwargs")) for word in shlex.split(options.flags)):
+    task = "--env-id", "--seed", "--env-kwargs"
+    if any(word.replace("_", "-").startswith(task) for word in split_flags(options.flags)):
         fail("--flags: a record is for the task as it is, and for any seed")
+    check_once(options, "seeds", "beside")
     check_installed(tuple(name.removesuffix(AT_DEFAULTS) for name in options.beside if name == SB3))
     make_folder(options.out)
+    load(options.out)
 
 
 def main(options: Options) -> None:
@@ -141,13 +145,15 @@ def main(options: Options) -> None:
     score = published(options.script, options.env_id) if options.score is None else options.score
     ours = {x.cache: x for x in contestants_of([options.variant], ())}
     cache = ours.get(options.cache, ours.get(None)).cache
-    contestants = [Contestant(RECORD, options.variant, tuple(shlex.split(options.flags)), cache)]
+    contestants = [Contestant(RECORD, options.variant, tuple(split_flags(options.flags)), cache)]
     programs = {DEFAULTS: "eager", SB3: SB3}
-    contestants += [Contestant(name, programs[name]) for name in options.beside]
+    beside = [name for name in options.beside if name != SB3 or "sb3" in peers_of(options.script)]
+    contestants += [Contestant(name, programs[name]) for name in beside]
     settings = {"variant": options.variant, "cache": options.cache, "flags": options.flags}
     shared = {"script": options.script, "env_id": options.env_id, "score": score, "name": options.name}
+    shared["seeds"] = list(options.seeds)
     path = options.out / file_name(options.script, options.env_id, f"{score:g}", options.name)
-    target = Target(path, settings=settings, contestants=[x.name for x in contestants])
+    target = Target(path, settings=settings, contestants=[x.name for x in contestants], seeds=list(options.seeds))
 
     def on_seed(known: dict) -> None:
         result = {**shared, "settings": settings, "contestants": known, "provenance": provenance()}

@@ -19,7 +19,7 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -31,6 +31,7 @@ from benchmarks.common import processes, runs
 from benchmarks.common.programs import (
     Variant,
     check_known,
+    check_once,
     check_positive,
     command,
     default_variants,
@@ -38,6 +39,7 @@ from benchmarks.common.programs import (
     fields_of,
     pairs,
     pairs_here,
+    split_flags,
 )
 from benchmarks.common.results import make_folder, stoppable
 from benchmarks.learning import cluster_runs, report
@@ -87,8 +89,10 @@ class Journal:
         lines = read_journal(path)
         if lines and not resume:
             fail(f"{path.parent} holds a sweep; --resume goes on with it, --out names another folder")
+        if lines and "settings" not in lines[0]:
+            fail(f"the first line of {path}, with the settings, is damaged: begin anew, with another --out")
         for line in lines[1:]:
-            self.states[line["run"]] = line["state"]
+            self.states[line.get("run")] = line.get("state")
         if lines:
             self.settings = lines[0]["settings"]
             self.file.write("\n")  # the last line may have been cut off
@@ -112,10 +116,8 @@ def read_journal(path: Path) -> list[dict]:
     """The whole lines of a journal."""
     lines = []
     for text in path.read_text().splitlines() if path.exists() else ():
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            continue
+        with suppress(ValueError):
+            lines += [line] if isinstance(line := json.loads(text), dict) else []
     return lines
 
 
@@ -156,7 +158,7 @@ def plan(options: Options) -> list[Job]:
         for env_id, variant in product(options.env_ids or (own,), options.variants):
             name = f"{env_id}__{script}__{variant}__{seed}".replace("/", "_").replace(":", "_")
             flags = ["--seed", seed, "--env-id", env_id, "--total-timesteps", options.total_timesteps]
-            arguments = [*command(script, variant), *flags, *shlex.split(options.flags)]
+            arguments = [*command(script, variant), *flags, *split_flags(options.flags)]
             jobs.append(Job(name, [str(x) for x in arguments]))
     return jobs
 
@@ -265,6 +267,8 @@ def check(options: Options) -> None:
         fail("--jobs is for one machine: on a cluster, as many runs go side by side as it has room for")
     if not options.seeds:
         fail("--seeds: name at least one")
+    check_once(options, "scripts", "env_ids", "variants", "seeds")  # runs of the same name would share a folder
+    split_flags(options.flags)
     if options.resume and not read_journal(options.out / "journal.jsonl"):
         fail(f"there is no sweep in {options.out} to go on with")
     for folder in ("runs", "output"):
@@ -278,7 +282,7 @@ def main(options: Options) -> int:
     options = resumed(options, journal.settings)
     jobs = plan(options)
     print(announcement(options, jobs, place.pace, journal), file=sys.stderr)
-    out = "" if options.out == Options.out else f" --out {options.out}"
+    out = "" if options.out == Options.out else f" --out {shlex.quote(str(options.out))}"
     with closing(place), stoppable(f"to go on: ./run.sh sweep --resume{out}"):
         run_all(jobs, place, options, journal)
     failed = [job for job in jobs if journal.states[job.name] == "failed"]

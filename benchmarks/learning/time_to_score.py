@@ -13,9 +13,7 @@ Leaves: in --out one JSON file per task, rewritten after each seed, and time_to_
 JSON files there. The same command goes on where it was stopped, if code and machine are the same.
 """
 
-import json
 import re
-import shlex
 import tempfile
 import time
 from collections.abc import Callable
@@ -34,14 +32,16 @@ from benchmarks.common.programs import (
     Variant,
     check_installed,
     check_known,
+    check_once,
     check_positive,
     command,
     default_variants,
     fail,
     pairs,
     peers_of,
+    split_flags,
 )
-from benchmarks.common.results import Target, describe, estimate, make_folder, provenance, stoppable, table
+from benchmarks.common.results import Target, describe, estimate, load_all, make_folder, provenance, stoppable, table
 from benchmarks.learning import report
 from benchmarks.throughput import peers
 
@@ -257,7 +257,7 @@ def draw(results: list[dict], path: Path) -> None:
 
 def write_summary(out: Path) -> str:
     """Make `time_to_score.md` and `time_to_score.png` of all results in a folder; returns the Markdown."""
-    results = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+    results = load_all(out, "contestants", "score")
     lines = ["# Time to score", "", INTRODUCTION, "", "![share that got there](time_to_score.png)", ""]
     text = "\n".join(lines + [line for result in results for line in section(result)])
     if results:
@@ -289,8 +289,11 @@ def check(options: Options) -> list[tuple[str, str]]:
     check_positive(options, "timeout")
     if not options.seeds:
         fail("--seeds: name at least one")
+    check_once(options, "tasks", "variants", "peers", "seeds")
+    split_flags(options.flags)
     check_installed(options.peers)
     make_folder(options.out)
+    load_all(options.out, "contestants", "score")
     return tasks
 
 
@@ -300,7 +303,7 @@ def main(options: Options) -> None:
     for script, env_id in tasks:
         own = contestants_of(options.variants or default_variants(), options.peers if "sb3" in peers_of(script) else ())
         score = published(script, env_id) if options.score is None else options.score
-        flags = tuple(shlex.split(options.flags))
+        flags = tuple(split_flags(options.flags))
         plans.append(((script, env_id), score, [replace(x, flags=flags) for x in own]))
     total = sum(len(contestants) * len(options.seeds) for _, _, contestants in plans)
     targets = []

@@ -241,6 +241,8 @@ def begin(options: Options) -> tuple[Options, Search, sweep.Journal]:
         lines = sweep.read_journal(options.resume / "journal.jsonl")
         if not lines:
             fail(f"there is no search in {options.resume} to go on with")
+        if "settings" not in lines[0]:
+            fail(f"the first line of {options.resume / 'journal.jsonl'}, with the settings, is damaged: begin anew")
         saved = {name: tuple(x) if isinstance(x, list) else x for name, x in lines[0]["settings"].items()}
         options = Options(**saved, resume=options.resume, out=options.resume)
     options, search = check(options)

@@ -28,7 +28,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.common import plots, processes, runs, steady
-from benchmarks.common.programs import ROOT, SCRIPTS, check_positive, fail
+from benchmarks.common.programs import ROOT, SCRIPTS, check_once, check_positive, fail
 from benchmarks.common.results import Target, describe, make_folder, provenance, stoppable, table
 from benchmarks.pools import models as pool_models
 from benchmarks.pools import peers as pool_peers
@@ -145,6 +145,12 @@ def seconds_per_step(pool, seconds: float) -> float:
     return (now - start) * pool.num_envs / steps
 
 
+def close(pool) -> None:
+    """End a pool; on Ctrl-C its workers may have ended before."""
+    with contextlib.suppress(OSError, EOFError):
+        pool.close()
+
+
 def measure(contestants: list[Contestant], options: Options, part: str) -> list[dict]:
     """A row for each contestant: its name, its model and the seconds for a step of all environments in each round."""
     rows = [{"name": x.name, "model": x.model, "seconds": []} for x in contestants]
@@ -152,7 +158,7 @@ def measure(contestants: list[Contestant], options: Options, part: str) -> list[
         pools = []
         for contestant in tqdm(contestants, desc=f"{part}: start"):
             pools.append(contestant.start())
-            stack.callback(pools[-1].close)
+            stack.callback(close, pools[-1])
         order = list(zip(rows, pools, strict=True))
         for i in tqdm(range(options.rounds), desc=f"{part}: rounds"):
             for row, pool in order if i % 2 == 0 else order[::-1]:
@@ -227,15 +233,7 @@ def workers(pid: int) -> list[int]:
 
 def run_and_kill(seed: int, minute: float) -> dict:
     """A CartPole run in which a worker is killed every few seconds, for `minute` seconds; then it runs to its end."""
-    program = [
-        sys.executable,
-        str(pool_peers.SCRIPT),
-        "--no-tensorboard",
-        "--max-restarts",
-        "1000",
-        "--seed",
-        str(seed),
-    ]
+    program = [sys.executable, str(pool_peers.SCRIPT), "--no-tensorboard", "--max-restarts=1000", f"--seed={seed}"]
     kills = 0
     with training(program) as (child, folder), tqdm(total=minute, desc=f"killed, seed {seed}") as bar:
         while child.poll() is None and not runs.read_lines(folder / "metrics.jsonl")[0]:
@@ -416,6 +414,10 @@ def write_summary(out: Path) -> str:
 def check(options: Options) -> None:
     """Refuse what can't work."""
     check_positive(options, "rounds", "seconds", "minute")
+    check_once(options, "parts", "sizes", "seeds")
+    needed = {"parts": True, "sizes": "sleeping" in options.parts, "seeds": "killed" in options.parts}
+    for name in [name for name, is_needed in needed.items() if is_needed and not getattr(options, name)]:
+        fail(f"--{name}: name at least one")
     if any(size <= 0 or size % 6 for size in options.sizes):
         fail("--sizes must be multiples of 6, so that workers of 2 and of 3 environments come out even")
     make_folder(options.out)

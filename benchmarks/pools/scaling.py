@@ -13,20 +13,15 @@ Leaves: in --out scaling.json, scaling.md and scaling.png.
 import json
 import math
 import os
-import subprocess
 import sys
-import tempfile
-import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
 from benchmarks.common import plots, runs
 from benchmarks.common.programs import ROOT, SCRIPTS, check_positive, fail
-from benchmarks.common.results import Target, describe, make_folder, provenance, table
+from benchmarks.common.results import Target, describe, make_folder, provenance, stoppable, table
 from benchmarks.pools import env_pools, models
 from benchmarks.pools import peers as pool_peers
 from benchmarks.pools.sleeping import TALK, Sleeping
@@ -66,19 +61,13 @@ def train(script: str, seconds: float, **settings) -> tuple[float, list[dict]]:
         "env-kwargs": json.dumps({"step": STEP, "tail": TAIL, "chance": CHANCE}), "env-backend": "gymnasium",
     }  # fmt: skip
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value)) if word != ""]
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(SCRIPTS / f"{script}.py"), *flags, "--no-tensorboard"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
-        run = subprocess.Popen([*command, "--run-dir", f"{folder}/run"], env=environment)
-        log, result, lines = Path(folder, "run", "metrics.jsonl"), 0.0, []
-        while run.poll() is None and not result:
-            time.sleep(1)
-            lines, _ = runs.read_lines(log) if log.exists() else ([], 0)
+    program, result, lines = [sys.executable, str(SCRIPTS / f"{script}.py"), *flags, "--no-tensorboard"], 0.0, []
+    with env_pools.training(program, PYTHONPATH=str(ROOT), RAY_USAGE_STATS_ENABLED="0") as (child, folder):
+        while child.wait(1) is None and not result:
+            lines, _ = runs.read_lines(folder / "metrics.jsonl")
             result, _ = speed(lines, max(1, settings["num-runners"]), seconds)
-        run.terminate()
-        run.wait()
-    if not result:
-        fail(f"{script} ended by itself, as it says above")
+        if not result:
+            fail(f"{script} ended by itself:\n{child.last_lines()}")
     return result, lines
 
 
@@ -217,17 +206,21 @@ def write_summary(out: Path) -> str:
 
 def main(options: Options) -> None:
     check_positive(options, "runners", "envs", "steps", "seconds")
+    if not options.nodes or min(options.nodes) < 1:
+        fail("--nodes: name one number of nodes at least, each 1 or more")
     if not pool_peers.installed("ray"):
         fail("ray is not installed: pip install -r requirements/requirements-ray.txt")
     make_folder(options.out)
     settings = {name: getattr(options, name) for name in ("script", "runners", "envs", "steps")}
     target = Target(options.out / "scaling.json", settings=settings)
+    with stoppable(f"the sizes that were finished before lie in {options.out}"):
+        measure(options, settings, target)
+    print(write_summary(options.out))
+
+
+def measure(options: Options, settings: dict, target: Target) -> None:
+    """Measure one node and all sizes; the result so far is written after each size."""
     result = {"settings": settings, "node": measure_node(options) if options.pools else [], "sizes": []}
     for nodes in options.nodes:
         result["sizes"].append(measure_cluster(options, nodes))
         target.write(result | {"provenance": provenance()}, is_whole=len(result["sizes"]) == len(options.nodes))
-    print(write_summary(options.out))
-
-
-if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))

@@ -11,14 +11,24 @@ Leaves: in --out one JSON file per environment, and backends.md from all JSON fi
 """
 
 import importlib
-import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.common.programs import SCRIPTS, check_known, check_positive, command, load_script
-from benchmarks.common.results import Target, describe, estimate, machine_of, make_folder, provenance, stoppable, table
+from benchmarks.common.programs import SCRIPTS, check_known, check_once, check_positive, command, load_script
+from benchmarks.common.results import (
+    Target,
+    describe,
+    estimate,
+    load_all,
+    machine_of,
+    make_folder,
+    provenance,
+    stoppable,
+    table,
+)
 from benchmarks.throughput import throughput
 
 INTRODUCTION = """
@@ -139,7 +149,7 @@ def verdict(results: list[dict]) -> str:
 
 def write_summary(out: Path) -> str:
     """Make `backends.md` of all results in a folder; returns the Markdown."""
-    results = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+    results = load_all(out, "env_id", "rows")
     if not results:
         return ""
     lines = ["# Ways to step environments", "", INTRODUCTION, "", *rows(results), "", verdict(results), ""]
@@ -153,22 +163,30 @@ def check(options: Options) -> tuple[str, ...]:
     """Refuse what can't work; returns the environments to measure."""
     check_known("environment", options.env_ids, list(TASKS))
     check_positive(options, "rounds", "seconds", "timeout")
+    check_once(options, "env_ids")
     make_folder(options.out)
     importlib.import_module("benchmarks.pools.sleeping")  # registers its environments
     return options.env_ids or tuple(TASKS)
 
 
-def main(options: Options) -> None:
+def main(options: Options) -> int:
     env_ids = check(options)
     counts = {env_id: TASKS[env_id].num_envs for env_id in env_ids}
     total = options.rounds * sum(len(ways_of(env_id, n)) for env_id, own in counts.items() for n in own)
-    targets = {env_id: Target(options.out / f"{env_id.rpartition(':')[2]}.json") for env_id in env_ids}
-    kept = f"the environments that were finished before lie in {options.out}"
+    paths = {env_id: options.out / f"{env_id.rpartition(':')[2]}.json" for env_id in env_ids}
+    targets = {env_id: Target(path, env_id=env_id) for env_id, path in paths.items()}
+    load_all(options.out, "env_id", "rows")
+    kept, failed = f"the environments that were finished before lie in {options.out}", []
     with stoppable(kept), tqdm(total=total, unit="run") as bar:
         for env_id, target in targets.items():
             found = [measure(env_id, num_envs, options, bar) for num_envs in counts[env_id]]
             own = {"script": TASKS[env_id].script, "env_id": env_id, "rounds": options.rounds, "rows": found}
-            target.write(own | {"provenance": provenance()})
+            is_whole = all(throughput.is_whole(row["contestants"]) for row in found)
+            target.write(own | {"provenance": provenance()}, is_whole)
+            failed += [env_id] * (not is_whole)
             text = write_summary(options.out)
     print(text)
     print(f"written to {options.out}")
+    for env_id in failed:
+        print(f"failed: not all of {env_id}; an older result stays, and the new one lies beside it", file=sys.stderr)
+    return 1 if failed else 0

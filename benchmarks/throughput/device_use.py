@@ -9,8 +9,11 @@ CPU stand in for kernels, to show that the program works.
 
 import contextlib
 import json
+import os
 import sys
 import time
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +28,8 @@ from benchmarks.common.results import table, write_whole
 BIN = 0.02  # seconds per point of the plot
 COPIES = ("Memcpy", "Memset")
 GRAPH_LAUNCHES, KERNEL_LAUNCHES = ("cudaGraphLaunch",), ("cudaLaunchKernel", "cuLaunchKernel")
+# Seconds of a profile that do not count: some versions of CUPTI lose the first events after a device was idle for long
+SETTLING = 0.3
 
 
 class Finished(Exception):
@@ -70,14 +75,14 @@ def summarize(events: list[tuple[str, bool, float, float]], steps: int) -> dict:
     }
 
 
-def read_events(profiler: profile, on_cuda: bool) -> list[tuple[str, bool, float, float]]:
-    """The profiler's events as `summarize` wants them."""
+def read_events(profiler: profile, on_cuda: bool, since: int) -> list[tuple[str, bool, float, float]]:
+    """The profiler's events from a time on, on the clock of time.time_ns(), as `summarize` wants them."""
     events = profiler.profiler.kineto_results.events()
     cuda = torch.autograd.DeviceType.CUDA
     return [
         (x.name(), x.device_type() == cuda if on_cuda else x.name().startswith("aten::"), x.start_ns() / 1e9,
          x.duration_ns() / 1e9)
-        for x in events
+        for x in events if x.start_ns() >= since
     ]  # fmt: skip
 
 
@@ -87,7 +92,7 @@ class Watch:
     def __init__(self, log, on_cuda: bool, seconds: float, result: Path):
         self.log, self.on_cuda, self.seconds, self.result = log, on_cuda, seconds, result
         self.profiler = profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU])
-        self.lines, self.begin = [], None
+        self.lines, self.settled, self.begin, self.since = [], None, None, 0
 
     def __call__(self, run, metrics: dict) -> None:
         step = run.step
@@ -96,15 +101,19 @@ class Watch:
         first = steady.first_update(self.lines)
         if first is None or len(self.lines) <= first + steady.FIRST_LINES:
             return
-        if self.begin is None:
+        if self.settled is None:
             turns.wait_for_turn()
             self.profiler.start()
-            self.begin = step, time.perf_counter()
-        elif time.perf_counter() - self.begin[1] >= self.seconds:
+            self.settled = time.perf_counter() + SETTLING
+        elif self.begin is None and time.perf_counter() >= self.settled:
+            if self.on_cuda:
+                torch.cuda.synchronize()
+            self.begin, self.since = (step, time.perf_counter()), time.time_ns()
+        elif self.begin and time.perf_counter() - self.begin[1] >= self.seconds:
             if self.on_cuda:
                 torch.cuda.synchronize()
             self.profiler.stop()
-            use = summarize(read_events(self.profiler, self.on_cuda), step - self.begin[0])
+            use = summarize(read_events(self.profiler, self.on_cuda, self.since), step - self.begin[0])
             write_whole(self.result, json.dumps(use))
             raise Finished
 
@@ -121,34 +130,38 @@ def profile_script(path: Path, result: Path, seconds: float, flags: list[str]) -
 
 
 def measure(
-    script: str,
+    scripts: list[str],
     variants: tuple[str, ...],
     device: str,
     seconds: float,
     time_limit: float,
     folder: Path,
     cache: Path,
+    on_use: Callable[[str, str, dict], None],
     more: list[str] | None = None,
-) -> dict[str, dict]:
-    """For each variant of a script the result of `summarize`, or why there is none; each is profiled alone.
+) -> None:
+    """Profile each variant of the scripts alone; `on_use` gets script, variant, and its `summarize` or why it failed.
 
-    `folder` takes files that are not needed afterwards, `cache` compiled code; `more` are flags for all variants,
-    such as another environment.
+    As many as fit into memory get ready side by side, as many at once as there are cores. `folder` takes files that are
+    not needed afterwards, `cache` compiled code; `more` are flags for all, such as another environment.
     """
-    jobs = max(1, min(len(variants), processes.free_slots(processes.SCRIPT_MEMORY)))
-    settings, contestants = turns.compile_settings(cache, jobs), {}
-    for variant in variants:
-        _, path, *own = command(script, variant)
-        run, file = folder / f"{script}.{variant}", folder / f"{script}.{variant}.json"
-        program = [sys.executable, "-m", __name__, path, str(file), str(seconds), *own, *endless_flags(script, device)]
-        program += ["--run-dir", str(run), *(more or [])]
-        contestants[file] = turns.Contestant(program, run.with_suffix(".out"), settings)
-    turns.take_turns(list(contestants.values()), jobs, time_limit, time_limit, lambda _: None)
-    uses = {}
-    for variant, (file, contestant) in zip(variants, contestants.items(), strict=True):
-        error = turns.without_paths(contestant.error or "no result")
-        uses[variant] = json.loads(file.read_text()) if file.exists() else {"failed": error}
-    return uses
+    everyone, slots = list(product(scripts, variants)), processes.free_slots(processes.SCRIPT_MEMORY)
+    jobs = min(len(everyone), slots, len(os.sched_getaffinity(0)))
+    settings, share = turns.compile_settings(cache, jobs), time_limit / -(-len(everyone) // slots)
+    for i in range(0, len(everyone), slots):
+        known = {}
+        for script, variant in everyone[i : i + slots]:
+            (_, path, *own), name = command(script, variant), folder / f"{script}.{variant}"
+            program = [sys.executable, "-m", __name__, path, f"{name}.json", str(seconds), *own]
+            program += [*endless_flags(script, device), "--run-dir", str(name), *(more or [])]
+            known[turns.Contestant(program, Path(f"{name}.out"), settings)] = script, variant, Path(f"{name}.json")
+
+        def on_turn(contestant: turns.Contestant, known: dict = known) -> None:
+            script, variant, file = known[contestant]
+            error = {"failed": turns.without_paths(contestant.error or "no result")}
+            on_use(script, variant, json.loads(file.read_text()) if file.exists() else error)
+
+        turns.take_turns(list(known), jobs, share, share, on_turn)
 
 
 def table_of(uses: dict[str, dict[str, dict]], speeds: dict[tuple[str, str], float | None]) -> list[str]:

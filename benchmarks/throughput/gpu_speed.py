@@ -52,8 +52,9 @@ class Contestant(turns.Contestant):
         self.child.wait(self.window)
         end = time.perf_counter() + min(seconds, PATIENCE * self.window) - self.window
         while not len(speeds) and not self.is_over():
-            # The first line spans the frozen time, so it only marks the start of the first window
-            speeds = steady.cut(self.lines()[known:], self.window / PIECES)
+            # The first line spans the frozen time, and the second may: a line is timed just before it is written. So
+            # the second only marks the start of the first window
+            speeds = steady.cut(self.lines()[known + 1 :], self.window / PIECES)
             if time.perf_counter() > end:
                 break
             self.child.wait(self.window / 10)
@@ -93,7 +94,7 @@ def measure(
     long as a turn, with everything frozen meanwhile, so it is not done after each turn.
     """
     slots, everyone = processes.free_slots(processes.SCRIPT_MEMORY), list(contestants.values())
-    share = seconds * min(1.0, slots / len(everyone))
+    share = seconds / -(-len(everyone) // slots)
     for i in range(0, len(everyone), slots):
         group = everyone[i : i + slots]
 

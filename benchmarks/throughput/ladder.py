@@ -19,8 +19,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks.common import plots, processes
-from benchmarks.common.programs import check_known, check_positive, fail, often_logged
-from benchmarks.common.results import Target, describe, estimate, make_folder, provenance, stoppable, table
+from benchmarks.common.programs import check_known, check_once, check_positive, fail, often_logged
+from benchmarks.common.results import Target, describe, estimate, load_all, make_folder, provenance, stoppable, table
 from benchmarks.throughput import throughput
 from benchmarks.throughput.rungs import LADDERS
 
@@ -63,7 +63,7 @@ def measure(script: str, options: Options, bar: tqdm) -> dict:
     bar.set_postfix_str(f"{script}: comparing all rungs")
     deviations, limits = check_rungs(script), {"seconds": options.seconds, "timeout": options.timeout}
     settings, tricks = throughput.Options(rounds=options.rounds, **limits), LADDERS[script]
-    results, numbers = {str(i): [] for i in range(len(tricks))}, range(len(tricks))
+    results, numbers, env_id = {str(i): [] for i in range(len(tricks))}, range(len(tricks)), "unknown"
     with tempfile.TemporaryDirectory() as caches:
         for turn in range(options.rounds):
             for i in numbers[:: 1 if turn % 2 == 0 else -1]:
@@ -74,13 +74,14 @@ def measure(script: str, options: Options, bar: tqdm) -> dict:
                     [*program, "--no-tensorboard", *often_logged(script)], settings, **cache
                 )
                 results[str(i)].append(measured)
+                env_id = run.env_id if run.lines else env_id
                 bar.update()
     contestants = {name: throughput.summarize(own) for name, own in results.items()}
     known = [i for i in numbers if "steps_per_second" in contestants[str(i)]]
     ratios = [throughput.ratio(contestants, str(b), str(a)) for a, b in itertools.pairwise(known)]
     ratios += [throughput.ratio(contestants, str(known[-1]), str(known[0]))] if len(known) > 1 else []
     rungs = [trick.name for trick in tricks]
-    result = {"script": script, "env_id": run.env_id, "rungs": rungs, "deviations": deviations, "ratios": ratios}
+    result = {"script": script, "env_id": env_id, "rungs": rungs, "deviations": deviations, "ratios": ratios}
     return result | {"contestants": contestants, "provenance": provenance()}
 
 
@@ -120,7 +121,7 @@ def draw(results: list[dict], path: Path) -> None:
 
 def write_summary(out: Path) -> str:
     """Make `ladder.md` and `ladder.png` of all results in a folder; returns the Markdown."""
-    results = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+    results = load_all(out, "rungs")
     lines = ["# What each trick gives", "", INTRODUCTION, "", "![steps per second of each rung](ladder.png)", ""]
     for result in results:
         lines += [*section(result), f"Measured {describe(result['provenance'])}", ""]
@@ -135,18 +136,26 @@ def check(options: Options) -> tuple[str, ...]:
     """Refuse what can't work; returns the pairs to climb."""
     check_known("ladder", options.scripts, list(LADDERS))
     check_positive(options, "rounds", "seconds", "timeout")
+    check_once(options, "scripts")
     make_folder(options.out)
     return options.scripts or tuple(LADDERS)
 
 
-def main(options: Options) -> None:
+def main(options: Options) -> int:
     scripts = check(options)
     total = options.rounds * sum(len(LADDERS[script]) for script in scripts)
-    targets = {script: Target(options.out / f"{script}.json") for script in scripts}
-    kept = f"the pairs that were finished before lie in {options.out}"
+    rungs = {script: [trick.name for trick in LADDERS[script]] for script in scripts}
+    targets = {script: Target(options.out / f"{script}.json", rungs=rungs[script]) for script in scripts}
+    load_all(options.out, "rungs")
+    kept, failed = f"the pairs that were finished before lie in {options.out}", []
     with stoppable(kept), tqdm(total=total, unit="run") as bar:
         for script, target in targets.items():
-            target.write(measure(script, options, bar))
+            result = measure(script, options, bar)
+            target.write(result, throughput.is_whole(result["contestants"]))
+            failed += [script] * (not throughput.is_whole(result["contestants"]))
             text = write_summary(options.out)
     print(text)
     print(f"written to {options.out}")
+    for script in failed:
+        print(f"failed: not all rungs of {script}; an older result stays, the new one lies beside it", file=sys.stderr)
+    return 1 if failed else 0

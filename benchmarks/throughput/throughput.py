@@ -11,9 +11,7 @@ Leaves: in --out one JSON file per script, and throughput.md and throughput.png 
 already holds another machine's results, in a subfolder named after this machine's GPU or, without one, its CPU.
 """
 
-import json
 import re
-import shlex
 import shutil
 import sys
 import tempfile
@@ -35,6 +33,7 @@ from benchmarks.common.programs import (
     Variant,
     check_installed,
     check_known,
+    check_once,
     check_positive,
     command,
     default_variants,
@@ -44,12 +43,14 @@ from benchmarks.common.programs import (
     pairs_here,
     peers_of,
     same_phase,
+    split_flags,
 )
 from benchmarks.common.results import (
     Target,
     describe,
     estimate,
     gpu_model,
+    load_all,
     machine_folder,
     make_folder,
     provenance,
@@ -114,7 +115,7 @@ def measure(
     The user's flags override those in `arguments`, and are overridden by those in `last`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        run, more = Path(folder, "run"), shlex.split(options.flags)
+        run, more = Path(folder, "run"), split_flags(options.flags)
         child = processes.start(
             [*arguments, "--run-dir", str(run), *more, *last], Path(folder, "output"), **environment
         )
@@ -136,7 +137,7 @@ def measure_whole(script: str, name: str, options: Options, cache: Path) -> dict
     """Wall time of a contestant's whole run as a user would start it: with random phase, TensorBoard, checkpoints."""
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--total-timesteps", str(options.whole_steps), "--run-dir", str(Path(folder, "run"))]
-        arguments = [*command(script, name), *shlex.split(options.flags), *flags]
+        arguments = [*command(script, name), *split_flags(options.flags), *flags]
         child = processes.start(arguments, Path(folder, "output"), TORCHINDUCTOR_CACHE_DIR=str(cache))
         try:
             child.wait(options.timeout)
@@ -215,10 +216,13 @@ def measure_ceilings(script: str, contestants: dict[str, dict], options: Options
 def measure_device_use(script: str, contestants: dict[str, dict], options: Options, bar: tqdm) -> dict:
     """On a GPU: how busy each variant keeps it, over time, and with how many kernels and graphs per step."""
     bar.set_postfix_str(f"{script}: what the device does")
-    variants, more = tuple(name for name in contestants if name in VARIANTS), shlex.split(options.flags)
+    variants, more = tuple(name for name in contestants if name in VARIANTS), split_flags(options.flags)
     with tempfile.TemporaryDirectory() as folder:
         limits = options.window, options.timeout
-        return device_use.measure(script, variants, "cuda", *limits, Path(folder), Path(folder, "cache"), more)
+        uses, folders = {}, (Path(folder), Path(folder, "cache"))
+        note = lambda _, variant, use: uses.update({variant: use})  # noqa: E731
+        device_use.measure([script], variants, "cuda", *limits, *folders, note, more)
+        return uses
 
 
 def names_of(script: str, options: Options) -> list[str]:
@@ -228,7 +232,7 @@ def names_of(script: str, options: Options) -> list[str]:
 
 def measure_script(script: str, options: Options, bar: tqdm) -> dict:
     """Run all rounds of one script, its variants and peers; returns the results and what is derived from them."""
-    names = names_of(script, options)
+    names, env_id = names_of(script, options), "unknown"
     results, versions = {name: [] for name in names}, {}  # versions: of peers with a virtual environment of their own
     flags = ["--no-tensorboard", *same_phase(script), *often_logged(script)]
     caches = Path(tempfile.mkdtemp())
@@ -240,6 +244,7 @@ def measure_script(script: str, options: Options, bar: tqdm) -> dict:
                 arguments = [*command(script, name), "--seed", str(i + 1), *flags]
                 measured, run = measure(arguments, options, **cache)
                 results[name].append(measured)
+                env_id = run.env_id if run.lines else env_id  # a run that failed at once may not name it
                 if name == "rllib":
                     versions[name] = run.config.get("versions", {})
                 bar.update()
@@ -248,7 +253,7 @@ def measure_script(script: str, options: Options, bar: tqdm) -> dict:
             bar.set_postfix_str(f"{script}: {name}, a whole run")
             contestants[name]["whole"] = measure_whole(script, name, options, caches / name)
             bar.update()
-        result = {"script": script, "env_id": run.env_id, "flags": options.flags, "rounds": options.rounds}
+        result = {"script": script, "env_id": env_id, "flags": options.flags, "rounds": options.rounds}
         result |= {"window_seconds": options.window, "contestants": contestants, **compare(contestants)}
         result["differences"] = peers.differences(script, names)
         result["peer_versions"] = versions
@@ -351,7 +356,7 @@ def file_name(script: str, flags: str) -> str:
 
 def write_summary(out: Path) -> str:
     """Make `throughput.md` and `throughput.png` of all results in a folder; returns the Markdown."""
-    results = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+    results = load_all(out, "contestants", "break_even_steps")
     lines = ["# Throughput", "", INTRODUCTION, "", "![steps per second](throughput.png)", ""]
     uses = {result["script"]: result["device_use"] for result in results if "device_use" in result}
     if uses:
@@ -367,6 +372,10 @@ def check(options: Options) -> list[str]:
     """Refuse what can't work; returns the scripts to measure."""
     check_known("script", options.scripts, pairs())
     check_positive(options, "rounds", "seconds", "window", "timeout")
+    check_once(options, "scripts", "variants", "peers")
+    split_flags(options.flags)
+    if options.seconds < options.window:
+        fail("--seconds must be at least --window")
     if options.whole_steps < 0:
         fail("--whole-steps must be 0 or more")
     check_installed(options.peers)
@@ -376,20 +385,32 @@ def check(options: Options) -> list[str]:
     return list(options.scripts) or pairs_here()
 
 
-def main(options: Options) -> None:
+def is_whole(contestants: dict[str, dict]) -> bool:
+    """Whether all contestants of a result were measured."""
+    return all("steps_per_second" in x for x in contestants.values())
+
+
+def main(options: Options) -> int:
     scripts = check(options)
     options = replace(options, out=machine_folder(options.out))
     make_folder(options.out)
+    load_all(options.out, "contestants", "break_even_steps")
     variants = len(options.variants or default_variants())
-    total = (options.rounds + (options.whole_steps > 0)) * (variants + len(options.peers))
-    total += options.ceilings * (variants + 1)
+    total = sum(len(names_of(script, options)) for script in scripts) * (options.rounds + (options.whole_steps > 0))
+    total += len(scripts) * options.ceilings * (variants + 1)
     kept = f"the scripts that were finished before lie in {options.out}"
     paths = {script: options.out / f"{file_name(script, options.flags)}.json" for script in scripts}
     targets = {script: Target(path, contestants=names_of(script, options)) for script, path in paths.items()}
-    with stoppable(kept), tqdm(total=total * len(scripts), unit="run") as bar:
+    failed = []
+    with stoppable(kept), tqdm(total=total, unit="run") as bar:
         for script, target in targets.items():
-            target.write(measure_script(script, options, bar))
+            result = measure_script(script, options, bar)
+            target.write(result, is_whole(result["contestants"]))
+            failed += [script] * (not is_whole(result["contestants"]))
             text = write_summary(options.out)
     print(text)
     names = ", ".join(path.name for path in paths.values())
     print(f"written to {options.out}: throughput.md, throughput.png, {names}")
+    for script in failed:
+        print(f"failed: not all of {script}; an older result stays, and the new one lies beside it", file=sys.stderr)
+    return 1 if failed else 0

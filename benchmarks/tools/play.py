@@ -23,12 +23,12 @@ def load_run(folder: Path, script: Path | None = None) -> tuple[ModuleType, obje
         fail(f"there is no folder {folder}")
     try:
         config = json.loads((folder / "config.json").read_text())
-        name, saved = config["script"], config["args"]
+        name, saved = Path(config["script"]).name, dict(config["args"])
     except OSError:
         fail(f"{folder} is not the folder of a run: it has no config.json")
     except (ValueError, KeyError, TypeError):
         fail(f"{folder / 'config.json'} can't be read")
-    path = script or SCRIPTS / Path(name).name
+    path = script or SCRIPTS / name
     if not path.is_file():
         fail(f"there is no script {path}, whose run this is; name a copy of it with --script PATH")
     module = load_script(path)

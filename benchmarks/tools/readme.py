@@ -230,7 +230,7 @@ def backend_section() -> list[str]:
 def gpu_section() -> list[str]:
     """The table of what was measured on a GPU: speeds, and whether the compiled files compute the same."""
     lines, found = [], [result for results in load("gpu/speed.json") for result in results]
-    same = next(iter(load("gpu/parity.json")), {})
+    same = next(iter(load("gpu/parity.json")), {}).get("results", {})
     names = list(dict.fromkeys(name for result in found for name in result["contestants"]))
     rows = []
     for result in found:

@@ -40,7 +40,7 @@ class Source:
     changed_until: str | None = None  # the commit at the end, if the code changed while it ran
 
 
-WORDS = "DIFFERENCES", "differences"  # names in `peers.py` that are only printed and affect no measurement
+WORDS = "DIFFERENCES", "differences", "TALK"  # names that are only printed and affect no measurement
 
 
 def code(text: str) -> str:
@@ -114,6 +114,10 @@ def makers(path: Path, result: dict) -> list[str]:
     names, room = result.get("contestants", {}), "benchmarks/throughput"
     found = [f"{room}/peers.py"] * any(name.startswith(("sb3", "sbx")) for name in names)
     found += [f"{room}/peer_rllib.py"] * ("rllib" in names)
+    if path.stem == "rollout" or "network" in result:
+        found += [f"benchmarks/acting/{name}.py" for name in ("networks", "paths")]
+    if path.parent.name == "env_pools" or path.stem == "scaling":
+        found += [f"benchmarks/pools/{name}.py" for name in ("peers", "sleeping")]
     return found + [f"{room}/rungs.py"] * (path.parent.name == "ladder")
 
 
@@ -133,8 +137,10 @@ def sources_of(path: Path, result: dict) -> Iterator[Source]:
         files = [f"scripts/{result['search']['script']}.py"]
     elif script := result.get("script") or result.get("network") or result.get("settings", {}).get("script"):
         files = twins(script)
+    elif path.parent.name == "gpu" and path.stem != "rollout":
+        files = [file for pair in result["results"] for file in twins(pair)]
     else:
-        pairs = FAMILIES.values() if path.parent.name == "rollout" else ["ppo_env_pool"]
+        pairs = FAMILIES.values() if path.stem == "rollout" else ["ppo_env_pool"]
         files = [file for pair in pairs for file in twins(pair)]
     files, clean = files + makers(path, result), not origin["uncommitted_changes"]
     pair = result.get("script", "")

@@ -1,0 +1,161 @@
+"""Files of results: nothing that was measured is lost, and what is no result is refused by name before measuring."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from benchmark_helpers import refusal
+
+from benchmarks.acting import inference, rollout
+from benchmarks.common import results, stats, turns
+from benchmarks.common.programs import check_once, split_flags
+from benchmarks.common.results import provenance
+from benchmarks.learning import speedrun, sweep, time_to_score
+from benchmarks.pools import env_pools, scaling
+from benchmarks.throughput import backends, device_use, gpu_speed, ladder, throughput
+
+CHECKS = {
+    "throughput": lambda out: throughput.main(throughput.Options(("ppo",), out=out)),
+    "ladder": lambda out: ladder.main(ladder.Options(out=out)),
+    "backends": lambda out: backends.main(backends.Options(out=out)),
+    "inference": lambda out: inference.main(inference.Options(("ppo",), out=out)),
+    "time_to_score": lambda out: time_to_score.main(time_to_score.Options(("ppo:CartPole-v1",), peers=(), out=out)),
+    "speedrun": lambda out: speedrun.main(speedrun.Options("ppo", "CartPole-v1", beside=(), out=out)),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "zz.json can't be read (JSONDecodeError"),
+        ('{"a": 1}', "is no result of this command"),
+        ("[]", "is no result"),
+    ],
+)
+def test_what_is_no_result_is_refused_before_measuring(name, content, message, tmp_path, capsys):
+    (tmp_path / "zz.json").write_text(content)
+    assert message in refusal(CHECKS[name], tmp_path, capsys)
+
+
+def test_a_folder_that_takes_no_file_is_refused(capsys):
+    assert "can't write to /proc" in refusal(results.make_folder, Path("/proc"), capsys)
+
+
+def contestant(speed: float | None) -> dict:
+    if speed is None:
+        return {"rounds": [], "failed": ["no window of steady speed"]}
+    known = {"steps_per_second": speed, "quartiles": [speed, speed], "windows": 1, "cold_seconds": 1, "warm_seconds": 1}
+    return known | {"rounds": [{"speeds": [speed]}], "failed": [], "peak_memory_mb": 1, "cores_used": 1}
+
+
+def test_a_failed_measurement_does_not_replace_an_older_one(tmp_path, monkeypatch):
+    """It lies beside it, and the exit code says so."""
+    speeds = iter([100.0, None, 200.0])
+
+    def measure_script(script, _options, _bar):
+        own = {"contestants": {"eager": contestant(next(speeds))}, "ratios": [], "break_even_steps": {}}
+        own |= {"script": script, "env_id": "CartPole-v1", "flags": "", "rounds": 1, "window_seconds": 2.0}
+        return own | {"published": None, "differences": {}, "provenance": provenance()}
+
+    monkeypatch.setattr(throughput, "measure_script", measure_script)
+    options, path = throughput.Options(("ppo",), ("eager",), out=tmp_path), tmp_path / "ppo.json"
+    speed = lambda: json.loads(path.read_text())["contestants"]["eager"]["steps_per_second"]  # noqa: E731
+    assert throughput.main(options) == 0 and speed() == 100
+    assert throughput.main(options) == 1 and speed() == 100 and (tmp_path / "ppo.json.part").exists()
+    assert throughput.main(options) == 0 and speed() == 200 and not (tmp_path / "ppo.json.part").exists()
+
+
+def test_ways_to_act_that_were_measured_are_kept(tmp_path, capsys):
+    """Of `inference` and `rollout`: fewer paths, sizes or actors do not replace more; nor does another machine."""
+    source = {"provenance": provenance()}
+    cells = [{"path": path, "batch_size": size} for path in ("eager", "numpy") for size in (1, 64)]
+    old = {"network": "ppo", "device": "cpu", "batch_sizes": [1, 64], "cells": cells} | source
+    (tmp_path / "ppo.cpu.json").write_text(json.dumps(old))
+    options = {"networks": ("ppo",), "devices": ("cpu",), "batch_sizes": (1, 64), "out": tmp_path}
+    fewer = inference.Options(**options, paths=("eager",))
+    assert "has the paths numpy, which yours would lack" in refusal(inference.main, fewer, capsys)
+    fewer = inference.Options(**options | {"batch_sizes": (1,)})
+    assert "has the batch_sizes 64, which yours would lack" in refusal(inference.main, fewer, capsys)
+    row = {"family": "classic", "num_envs": 8, "backend": "envpool", "actor": "numpy"}
+    (tmp_path / "rollout.json").write_text(json.dumps({"device": "cpu", "rows": [row]} | source))
+    fewer = rollout.Options(families=("classic",), num_envs=(1,), compile_actor=("off",), out=tmp_path)
+    assert "has classic 8 envpool numpy, which yours would lack" in refusal(rollout.main, fewer, capsys)
+
+
+def test_a_record_of_ten_seeds_stays(tmp_path, capsys):
+    settings = {"variant": "eager", "cache": "cold", "flags": ""}
+    old = {"settings": settings, "contestants": {"record": []}, "seeds": [101, 102], "provenance": provenance()}
+    (tmp_path / "ppo_CartPole-v1_475_1.json").write_text(json.dumps(old))
+    options = speedrun.Options("ppo", "CartPole-v1", score=475, beside=(), seeds=(102,), out=tmp_path)
+    assert "has the seeds 101, which yours would lack" in refusal(speedrun.main, options, capsys)
+
+
+def test_flags_and_lists_that_make_no_sense(tmp_path, capsys):
+    assert split_flags("--a 'b c' --d=1") == ["--a", "b c", "--d=1"]
+    for flags, message in (
+        ("'", "No closing quotation"),
+        ("--run_dir=x", "--run-dir is not for you"),
+        ("--resume x", "--resume"),
+    ):
+        assert message in refusal(split_flags, flags, capsys)
+        options = throughput.Options(("ppo",), flags=flags, out=tmp_path)
+        assert message in refusal(throughput.check, options, capsys)
+    check_once(sweep.Options(seeds=(1, 2)), "seeds")
+    assert "--seeds has 1 twice" in refusal(sweep.check, sweep.Options(seeds=(1, 2, 1), out=tmp_path / "x"), capsys)
+    for name in ("parts", "sizes"):
+        assert f"--{name}: name at least one" in refusal(
+            env_pools.check, env_pools.Options(**{name: ()}, out=tmp_path), capsys
+        )
+    assert "--nodes" in refusal(scaling.main, scaling.Options(nodes=(0,), out=tmp_path), capsys)
+    assert "--jobs must be more than 0" in refusal(inference.check, inference.Options(jobs=-1, out=tmp_path), capsys)
+
+
+def test_an_interval_may_end_at_infinity():
+    """Where a contestant may never get there: not a number is no end of an interval."""
+    low, high = stats.bootstrap([np.array([1.0, 2.0, np.inf])], lambda strata: strata[0].max())
+    assert low == 1 and high == np.inf
+
+
+def test_a_copy_without_history_is_told_its_commit(monkeypatch):
+    monkeypatch.setattr(results, "git", lambda *_: "")
+    assert results.code_state() == {"commit": None, "uncommitted_changes": False}
+    monkeypatch.setenv("FLATOUT_COMMIT", "c0ffee-dirty")
+    assert results.code_state() == {"commit": "c0ffee", "uncommitted_changes": True}
+
+
+def test_profiles_have_files_of_their_own(tmp_path, monkeypatch):
+    """Each variant of each script; each is told of after its turn; what does not fit into memory waits."""
+    groups, told = [], []
+
+    def take_turns(contestants, _jobs, timeout, _limit, on_turn):
+        groups.append((len(contestants), timeout))
+        for contestant in contestants:
+            assert not contestant.output.exists()
+            contestant.output.write_text("used")
+            contestant.error = f"of {contestant.output.name}"
+            on_turn(contestant)
+
+    monkeypatch.setattr(turns, "take_turns", take_turns)
+    monkeypatch.setattr(device_use.processes, "free_slots", lambda _: 4)
+    device_use.measure(
+        ["dqn", "ppo", "td3_continuous_action"], ("eager", "compile"), "cpu", 1.0, 100.0, tmp_path, tmp_path,
+        lambda *use: told.append(use),
+    )  # fmt: skip
+    assert groups == [(4, 50.0), (2, 50.0)] and len(told) == 6
+    assert all(use["failed"] == f"of {script}.{variant}.out" for script, variant, use in told)
+
+
+def test_a_window_never_spans_the_time_asleep(tmp_path, monkeypatch):
+    """A line may have been timed before the sleep and written after it."""
+    one = gpu_speed.Contestant([], tmp_path / "out", window=1.0)
+    before = [{"global_step": 10 * i, "seconds": 0.1 * i} for i in range(5)]
+    late = {"global_step": 50, "seconds": 0.5}
+    after = [{"global_step": 60 + 10 * i, "seconds": 100.0 + 0.1 * i} for i in range(30)]
+    seen = iter([before, [*before, late, *after]])
+    monkeypatch.setattr(one, "lines", lambda: next(seen))
+    child = type("Child", (), {name: lambda *_: None for name in ("go_on", "wait", "freeze", "poll")})
+    one.child = child()
+    one.take_turn(5.0)
+    assert min(one.rounds[0]["speeds"]) == pytest.approx(100)
