@@ -100,9 +100,9 @@ class Args:
     bf16: bool = False  # compute hidden layers in bfloat16; weights, last layers and loss stay in float32
 
 
-METRICS = (
+METRICS = (  # in the order in which `update_minibatch` stacks them
     "losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl",
-    "losses/clipfrac", "losses/explained_variance", "charts/learning_rate",
+    "losses/clipfrac",
 )  # fmt: skip
 # Smallest and largest value of a setting; for settings not listed, integers are at least 1, floats at least 0
 LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "gae_lambda": (0, 1), "repeat_action_probability": (0, 1)}
@@ -267,7 +267,7 @@ def train(args: Args) -> Path:
         return advantage.flatten(), returns.flatten(), valid.flatten(), explained_variance
 
     def update_minibatch(index: Tensor, *estimates: Tensor) -> Tensor:
-        """One step of Adam on the rows `index` (M,) of the batch -> the first six `METRICS`."""
+        """One step of Adam on the rows `index` (M,) of the batch -> `METRICS`."""
         frames, *rows = (x[1:-1].flatten(0, 2) for x in (obs, action, log_prob, value))
         chosen, old_log_prob, old_value, advantage, returns, valid = (x[index] for x in (*rows, *estimates))
         log_probs, new_value = agent(frames.index_select(0, index).view(torch.uint8))
@@ -339,7 +339,7 @@ def train(args: Args) -> Path:
         # Log
         values = torch.stack([*losses, explained_variance, optimizer.learning_rate]).tolist()
         run.iteration = iteration + 1
-        run.log(dict(zip(METRICS, values, strict=True)))
+        run.log(dict(zip((*METRICS, "losses/explained_variance", "charts/learning_rate"), values, strict=True)))
     return run.close()
 
 

@@ -106,9 +106,9 @@ class Args:
     cudagraphs: bool = True  # on CUDA, replay a step of the policy, and an epoch, each as one graph in one launch
 
 
-METRICS = (
+METRICS = (  # in the order in which `update_minibatch` stacks them
     "losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl",
-    "losses/clipfrac", "losses/explained_variance", "charts/learning_rate",
+    "losses/clipfrac",
 )  # fmt: skip
 # Smallest and largest value of a setting; for settings not listed, integers are at least 1, floats at least 0
 LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "gae_lambda": (0, 1), "repeat_action_probability": (0, 1)}
@@ -273,7 +273,7 @@ def train(args: Args) -> Path:
         return advantage.flatten(), returns.flatten(), valid.flatten(), explained_variance
 
     def update_minibatch(index: Tensor, *estimates: Tensor) -> Tensor:
-        """One step of Adam on the rows `index` (M,) of the batch -> the first six `METRICS`."""
+        """One step of Adam on the rows `index` (M,) of the batch -> `METRICS`."""
         frames, *rows = (x[1:-1].flatten(0, 2) for x in (obs, action, log_prob, value))
         chosen, old_log_prob, old_value, advantage, returns, valid = (x[index] for x in (*rows, *estimates))
         log_probs, new_value = agent(frames.index_select(0, index).view(torch.uint8))
@@ -354,7 +354,7 @@ def train(args: Args) -> Path:
         # Log
         values = torch.stack([*losses, explained_variance, optimizer.learning_rate]).tolist()
         run.iteration = iteration + 1
-        run.log(dict(zip(METRICS, values, strict=True)))
+        run.log(dict(zip((*METRICS, "losses/explained_variance", "charts/learning_rate"), values, strict=True)))
     return run.close()
 
 
@@ -578,6 +578,7 @@ def refuse_changes(function):
                 groups.append((how, [x[2] for x in group], [x[3] for x in group]))
             first[:] = [x for group in groups for x in map(*group)]
             ids[:] = map(id, first)
+            check_equal(found_names, first, first)
         try:
             now = [x for group in groups for x in map(*group)]
         except (AttributeError, LookupError) as error:
@@ -602,7 +603,7 @@ def tensors_only(function):
             fail(f"{what} is no tensor: compiled code would keep the first one; make it a tensor")
         try:
             return function(*inputs)
-        except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
+        except torch._dynamo.exc.TorchDynamoException as error:
             reason, *lines = str(error).splitlines()
             place = [line for line in lines if line.strip().startswith("File ")][-1:]
             fail(f"this can't be compiled: {reason}; {' '.join(place)}; --no-compile does without")
@@ -612,8 +613,14 @@ def tensors_only(function):
 
 
 def check_equal(names: list[str], first: list, now: list) -> None:
-    """SystemExit(2) with the name of the first number that differs, or of the first thing that is another object."""
+    """SystemExit(2) with the name of the first number that differs, or of the first thing that is another object.
+
+    Also for what gives another value at each call without being another object, such as a generator.
+    """
+    generators = random.Random | np.random.Generator | np.random.RandomState | np.ndarray
     for name, old, new in zip(names, first, now, strict=True):
+        if hasattr(old, "__next__") or isinstance(old, generators):
+            fail(f"`{name}` is a {type(old).__name__}, which compiled code reads only once: use tensors instead")
         is_number = isinstance(old, bool | int | float | str | np.generic | None)
         if is_number and (type(new) is not type(old) or new != old):
             advice = "make it a tensor on the learner's device and change it in place, like `optimizer.learning_rate`"

@@ -117,9 +117,9 @@ class Args:
     target_kl: float | None = None  # stop the epochs on a rollout once an epoch's mean approx_kl exceeds this
 
 
-METRICS = (
+METRICS = (  # in the order in which `update_minibatch` stacks them
     "losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl",
-    "losses/clipfrac", "losses/explained_variance", "charts/learning_rate",
+    "losses/clipfrac",
 )  # fmt: skip
 STARTING_SECONDS = 120  # allowed for a worker to make its environments; --step-timeout, if that is longer
 # Smallest and largest value of a setting; for settings not listed, integers are at least 1, floats at least 0
@@ -288,7 +288,7 @@ def train(args: Args) -> Path:
         return log_prob, *(x.flatten(0, 1) for x in rows), explained_variance
 
     def update_minibatch(index: Tensor, *batch: Tensor) -> Tensor:
-        """One step of Adam on the rows `index` (M,) of the batch -> the first six `METRICS`."""
+        """One step of Adam on the rows `index` (M,) of the batch -> `METRICS`."""
         old_log_prob, obs, action, old_value, advantage, returns, valid = (x[index] for x in batch)
         log_prob, entropy, value = agent(obs, action)
         log_ratio = log_prob - old_log_prob
@@ -357,9 +357,10 @@ def train(args: Args) -> Path:
                 break
 
         # Log
+        names = *METRICS, "losses/explained_variance", "charts/learning_rate"
         values = torch.stack([*losses, explained_variance, optimizer.learning_rate]).tolist()
         run.iteration = iteration + 1
-        run.log(dict(zip(METRICS, values, strict=True)) | {"pool/worker_restarts": pool.restarts})
+        run.log(dict(zip(names, values, strict=True)) | {"pool/worker_restarts": pool.restarts})
     return run.close()
 
 

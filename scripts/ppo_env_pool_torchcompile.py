@@ -122,9 +122,9 @@ class Args:
     cudagraphs: bool = True  # on CUDA, replay the kernels of an epoch as one graph, in one launch
 
 
-METRICS = (
+METRICS = (  # in the order in which `update_minibatch` stacks them
     "losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl",
-    "losses/clipfrac", "losses/explained_variance", "charts/learning_rate",
+    "losses/clipfrac",
 )  # fmt: skip
 STARTING_SECONDS = 120  # allowed for a worker to make its environments; --step-timeout, if that is longer
 # Smallest and largest value of a setting; for settings not listed, integers are at least 1, floats at least 0
@@ -293,7 +293,7 @@ def train(args: Args) -> Path:
         return log_prob, *(x.flatten(0, 1) for x in rows), explained_variance
 
     def update_minibatch(index: Tensor, *batch: Tensor) -> Tensor:
-        """One step of Adam on the rows `index` (M,) of the batch -> the first six `METRICS`."""
+        """One step of Adam on the rows `index` (M,) of the batch -> `METRICS`."""
         old_log_prob, obs, action, old_value, advantage, returns, valid = (x[index] for x in batch)
         log_prob, entropy, value = agent(obs, action)
         log_ratio = log_prob - old_log_prob
@@ -371,9 +371,10 @@ def train(args: Args) -> Path:
                 break
 
         # Log
+        names = *METRICS, "losses/explained_variance", "charts/learning_rate"
         values = torch.stack([*losses, explained_variance, optimizer.learning_rate]).tolist()
         run.iteration = iteration + 1
-        run.log(dict(zip(METRICS, values, strict=True)) | {"pool/worker_restarts": pool.restarts})
+        run.log(dict(zip(names, values, strict=True)) | {"pool/worker_restarts": pool.restarts})
     return run.close()
 
 
@@ -589,6 +590,7 @@ def refuse_changes(function):
                 groups.append((how, [x[2] for x in group], [x[3] for x in group]))
             first[:] = [x for group in groups for x in map(*group)]
             ids[:] = map(id, first)
+            check_equal(found_names, first, first)
         try:
             now = [x for group in groups for x in map(*group)]
         except (AttributeError, LookupError) as error:
@@ -613,7 +615,7 @@ def tensors_only(function):
             fail(f"{what} is no tensor: compiled code would keep the first one; make it a tensor")
         try:
             return function(*inputs)
-        except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
+        except torch._dynamo.exc.TorchDynamoException as error:
             reason, *lines = str(error).splitlines()
             place = [line for line in lines if line.strip().startswith("File ")][-1:]
             fail(f"this can't be compiled: {reason}; {' '.join(place)}; --no-compile does without")
@@ -623,8 +625,14 @@ def tensors_only(function):
 
 
 def check_equal(names: list[str], first: list, now: list) -> None:
-    """SystemExit(2) with the name of the first number that differs, or of the first thing that is another object."""
+    """SystemExit(2) with the name of the first number that differs, or of the first thing that is another object.
+
+    Also for what gives another value at each call without being another object, such as a generator.
+    """
+    generators = random.Random | np.random.Generator | np.random.RandomState | np.ndarray
     for name, old, new in zip(names, first, now, strict=True):
+        if hasattr(old, "__next__") or isinstance(old, generators):
+            fail(f"`{name}` is a {type(old).__name__}, which compiled code reads only once: use tensors instead")
         is_number = isinstance(old, bool | int | float | str | np.generic | None)
         if is_number and (type(new) is not type(old) or new != old):
             advice = "make it a tensor on the learner's device and change it in place, like `optimizer.learning_rate`"

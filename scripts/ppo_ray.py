@@ -127,9 +127,9 @@ class Args:
     sync_envs = property(lambda args: not args.async_envs)  # `Envs` reads this name
 
 
-METRICS = (
+METRICS = (  # in the order in which `gradient` stacks them
     "losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl",
-    "losses/clipfrac", "losses/explained_variance", "charts/learning_rate",
+    "losses/clipfrac",
 )  # fmt: skip
 # Smallest and largest value of a setting; for settings not listed, integers are at least 1, floats at least 0
 LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "gae_lambda": (0, 1), "num_learners": (0, math.inf)}
@@ -301,7 +301,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         return explained_variance, *(x.flatten(0, 1) for x in rows)
 
     def gradient(index: Tensor, spread: Tensor, *batch: Tensor) -> Tensor:
-        """One vector of sums over rows `index` (M,): loss gradient (P,), first six METRICS, number of valid rows."""
+        """One vector of sums over rows `index` (M,): loss gradient (P,), METRICS, number of valid rows."""
         obs, action, old_log_prob, old_value, advantage, returns, valid = (x[index] for x in batch)
         output, value = agent(obs)
         log_ratio = agent.log_prob(output, action) - old_log_prob
@@ -318,7 +318,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         return torch.cat([*(x.reshape(-1) for x in gradients), losses, torch.ones_like(losses[:1])]) * valid.sum()
 
     def descend(sums: Tensor) -> Tensor:
-        """One step of Adam with such sums from all learners -> the means of the first six METRICS."""
+        """One step of Adam with such sums from all learners -> the means of METRICS."""
         means = sums / sums[-1].clamp(min=1)
         num_weights = sum(optimizer.sizes)
         parts = zip(means[:num_weights].split(optimizer.sizes), optimizer.weights, strict=True)
@@ -334,7 +334,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         return torch.stack([update_minibatch(*x, *batch) for x in zip(permutation, spreads, strict=True)]).mean(0)
 
     def learn(fragments: list[tuple[np.ndarray, ...]]) -> Tensor:
-        """Estimate advantages in fragments and learn from them -> METRICS. All learners take the same order of rows."""
+        """Learn from fragments -> METRICS, explained variance, learning rate. All learners take rows in one order."""
         explained_variance, *batch = estimate(*to_batch(fragments, device))
         permutations = draw_permutations(args, int(optimizer.steps), len(batch[0])).to(device)
         spreads = spread_of(batch[4][permutations], batch[6][permutations], args.norm_adv, add_up)
@@ -380,7 +380,8 @@ def train(args: Args) -> Path:
         run.num_updates = iteration + 1
 
         # Log
-        run.log(dict(zip(METRICS, losses.tolist(), strict=True)) | runners.metrics())
+        names = *METRICS, "losses/explained_variance", "charts/learning_rate"
+        run.log(dict(zip(names, losses.tolist(), strict=True)) | runners.metrics())
     return run.close()
 
 

@@ -132,9 +132,9 @@ class Args:
     sync_envs = property(lambda args: not args.async_envs)  # `Envs` reads this name
 
 
-METRICS = (
+METRICS = (  # in the order in which `gradient` stacks them
     "losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/old_approx_kl", "losses/approx_kl",
-    "losses/clipfrac", "losses/explained_variance", "charts/learning_rate",
+    "losses/clipfrac",
 )  # fmt: skip
 # Smallest and largest value of a setting; for settings not listed, integers are at least 1, floats at least 0
 LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "gae_lambda": (0, 1), "num_learners": (0, math.inf)}
@@ -306,7 +306,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         return explained_variance, *(x.flatten(0, 1) for x in rows)
 
     def gradient(index: Tensor, spread: Tensor, *batch: Tensor) -> Tensor:
-        """One vector of sums over rows `index` (M,): loss gradient (P,), first six METRICS, number of valid rows."""
+        """One vector of sums over rows `index` (M,): loss gradient (P,), METRICS, number of valid rows."""
         obs, action, old_log_prob, old_value, advantage, returns, valid = (x[index] for x in batch)
         output, value = agent(obs)
         log_ratio = agent.log_prob(output, action) - old_log_prob
@@ -323,7 +323,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         return torch.cat([*(x.reshape(-1) for x in gradients), losses, torch.ones_like(losses[:1])]) * valid.sum()
 
     def descend(sums: Tensor) -> Tensor:
-        """One step of Adam with such sums from all learners -> the means of the first six METRICS."""
+        """One step of Adam with such sums from all learners -> the means of METRICS."""
         means = sums / sums[-1].clamp(min=1)
         num_weights = sum(optimizer.sizes)
         parts = zip(means[:num_weights].split(optimizer.sizes), optimizer.weights, strict=True)
@@ -352,7 +352,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         update_epoch = refuse_changes(replayed(update_epoch))
 
     def learn(fragments: list[tuple[np.ndarray, ...]]) -> Tensor:
-        """Estimate advantages in fragments and learn from them -> METRICS. All learners take the same order of rows."""
+        """Learn from fragments -> METRICS, explained variance, learning rate. All learners take rows in one order."""
         explained_variance, *batch = estimate(*to_batch(fragments, device))
         permutations = draw_permutations(args, int(optimizer.steps), len(batch[0])).to(device)
         spreads = spread_of(batch[4][permutations], batch[6][permutations], args.norm_adv, add_up)
@@ -398,7 +398,8 @@ def train(args: Args) -> Path:
         run.num_updates = iteration + 1
 
         # Log
-        run.log(dict(zip(METRICS, losses.tolist(), strict=True)) | runners.metrics())
+        names = *METRICS, "losses/explained_variance", "charts/learning_rate"
+        run.log(dict(zip(names, losses.tolist(), strict=True)) | runners.metrics())
     return run.close()
 
 
@@ -741,6 +742,7 @@ def refuse_changes(function):
                 groups.append((how, [x[2] for x in group], [x[3] for x in group]))
             first[:] = [x for group in groups for x in map(*group)]
             ids[:] = map(id, first)
+            check_equal(found_names, first, first)
         try:
             now = [x for group in groups for x in map(*group)]
         except (AttributeError, LookupError) as error:
@@ -765,7 +767,7 @@ def tensors_only(function):
             fail(f"{what} is no tensor: compiled code would keep the first one; make it a tensor")
         try:
             return function(*inputs)
-        except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
+        except torch._dynamo.exc.TorchDynamoException as error:
             reason, *lines = str(error).splitlines()
             place = [line for line in lines if line.strip().startswith("File ")][-1:]
             fail(f"this can't be compiled: {reason}; {' '.join(place)}; --no-compile does without")
@@ -775,8 +777,14 @@ def tensors_only(function):
 
 
 def check_equal(names: list[str], first: list, now: list) -> None:
-    """SystemExit(2) with the name of the first number that differs, or of the first thing that is another object."""
+    """SystemExit(2) with the name of the first number that differs, or of the first thing that is another object.
+
+    Also for what gives another value at each call without being another object, such as a generator.
+    """
+    generators = random.Random | np.random.Generator | np.random.RandomState | np.ndarray
     for name, old, new in zip(names, first, now, strict=True):
+        if hasattr(old, "__next__") or isinstance(old, generators):
+            fail(f"`{name}` is a {type(old).__name__}, which compiled code reads only once: use tensors instead")
         is_number = isinstance(old, bool | int | float | str | np.generic | None)
         if is_number and (type(new) is not type(old) or new != old):
             advice = "make it a tensor on the learner's device and change it in place, like `optimizer.learning_rate`"

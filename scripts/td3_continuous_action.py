@@ -98,7 +98,7 @@ class Args:
     bf16: bool = False  # compute inner layers in bfloat16; weights, first and last layers and loss stay in float32
 
 
-METRICS = (
+METRICS = (  # in the order in which `update_both` stacks them: the critics', then the actor's
     "losses/qf1_values", "losses/qf2_values", "losses/qf1_loss", "losses/qf2_loss", "losses/qf_loss",
     "losses/actor_loss",
 )  # fmt: skip

@@ -105,7 +105,7 @@ class Args:
     cudagraphs: bool = True  # on CUDA, replay the kernels of an update as one graph, in one launch
 
 
-METRICS = (
+METRICS = (  # in the order in which `update_both` stacks them: the critics', then the actor's
     "losses/qf1_values", "losses/qf2_values", "losses/qf1_loss", "losses/qf2_loss", "losses/qf_loss",
     "losses/actor_loss",
 )  # fmt: skip
@@ -597,6 +597,7 @@ def refuse_changes(function):
                 groups.append((how, [x[2] for x in group], [x[3] for x in group]))
             first[:] = [x for group in groups for x in map(*group)]
             ids[:] = map(id, first)
+            check_equal(found_names, first, first)
         try:
             now = [x for group in groups for x in map(*group)]
         except (AttributeError, LookupError) as error:
@@ -621,7 +622,7 @@ def tensors_only(function):
             fail(f"{what} is no tensor: compiled code would keep the first one; make it a tensor")
         try:
             return function(*inputs)
-        except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
+        except torch._dynamo.exc.TorchDynamoException as error:
             reason, *lines = str(error).splitlines()
             place = [line for line in lines if line.strip().startswith("File ")][-1:]
             fail(f"this can't be compiled: {reason}; {' '.join(place)}; --no-compile does without")
@@ -631,8 +632,14 @@ def tensors_only(function):
 
 
 def check_equal(names: list[str], first: list, now: list) -> None:
-    """SystemExit(2) with the name of the first number that differs, or of the first thing that is another object."""
+    """SystemExit(2) with the name of the first number that differs, or of the first thing that is another object.
+
+    Also for what gives another value at each call without being another object, such as a generator.
+    """
+    generators = random.Random | np.random.Generator | np.random.RandomState | np.ndarray
     for name, old, new in zip(names, first, now, strict=True):
+        if hasattr(old, "__next__") or isinstance(old, generators):
+            fail(f"`{name}` is a {type(old).__name__}, which compiled code reads only once: use tensors instead")
         is_number = isinstance(old, bool | int | float | str | np.generic | None)
         if is_number and (type(new) is not type(old) or new != old):
             advice = "make it a tensor on the learner's device and change it in place, like `optimizer.learning_rate`"

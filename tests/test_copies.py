@@ -423,6 +423,18 @@ def test_number_that_changes_is_refused_by_name(copy, train_copy, capsys, way):
     assert "change it in place" in error or "from the first call on" in error
 
 
+@pytest.mark.parametrize(
+    "kind", ["random.Random(1)", "iter([0.01] * 99)", "np.array(0.01)", "np.random.default_rng(1)"]
+)
+def test_what_compiled_code_would_read_once_is_refused(copy, train_copy, capsys, kind):
+    """It stays the same object, and gives another number each time."""
+    read = "next(source)" if "iter" in kind else "float(source)" if "array" in kind else "source.random()"
+    changes = [before_the_loop(f"source = {kind}"), (BONUS, f"{read} * entropy")]
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy("ppo_torchcompile", *changes), "ppo_torchcompile", compile=False)
+    assert end.value.code == 2 and "`source` is a " in capsys.readouterr().err
+
+
 def test_an_entry_that_is_gone_is_refused(copy, train_copy, capsys):
     changes = [
         before_the_loop('weights = {"entropy": args.ent_coef}'),
