@@ -594,7 +594,7 @@ def runs_in_process(args: Args, num_envs: int) -> bool:
 
 
 def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.Env:
-    """One Gymnasium environment with flat observations (O,). A worker process leaves signals to its parent."""
+    """An environment of Gymnasium (not of EnvPool), flat observations (O,). A worker leaves signals to its parent."""
     if multiprocessing.parent_process() is not None:
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.SIG_IGN)
@@ -1671,6 +1671,7 @@ class Run:
             packages = ("torch", "tensordict", "gymnasium", "envpool", "numpy")
             values = {
                 "script": Path(__file__).name,
+                "blob": subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None,
                 "args": asdict(self.args),
                 "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
                 "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
@@ -1717,7 +1718,7 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Write a line, with the means over the episodes that ended since the last one; save if a checkpoint is due."""
+        """Once for a step: write a line, with means over the episodes since the last one; save if that is due."""
         seconds = time.perf_counter() - self.start_time
         metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:

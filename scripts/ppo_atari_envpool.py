@@ -46,6 +46,7 @@ from typing import Literal, NoReturn
 
 os.environ |= {"OPENBLAS_NUM_THREADS": "1"} | os.environ  # NumPy's products here are small, and cores are scarce
 
+
 import envpool
 import numpy as np
 import torch
@@ -760,6 +761,7 @@ class Run:
             packages = ("torch", "tensordict", "gymnasium", "envpool", "numpy")
             values = {
                 "script": Path(__file__).name,
+                "blob": subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None,
                 "args": asdict(self.args),
                 "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
                 "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
@@ -806,7 +808,7 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Write a line, with the means over the episodes that ended since the last one; save if a checkpoint is due."""
+        """Once for a step: write a line, with means over the episodes since the last one; save if that is due."""
         seconds = time.perf_counter() - self.start_time
         metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:

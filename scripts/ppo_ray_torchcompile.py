@@ -671,8 +671,7 @@ def attributes_of(name: str, value) -> dict[str, tuple]:
 
 
 def length(container, _key) -> int | str:
-    """Its length or, of a set, whose entries have no keys, its text: the same object as long as it stays equal."""
-    return sys.intern(repr(container)) if isinstance(container, set) else len(container)
+    return sys.intern(repr(container)) if isinstance(container, set) else len(container)  # entries of a set lack keys
 
 
 def readings(name: str, value, seen: set, names: set):
@@ -777,10 +776,7 @@ def tensors_only(function):
 
 
 def check_equal(names: list[str], first: list, now: list) -> None:
-    """SystemExit(2) with the name of the first number that differs, or of the first thing that is another object.
-
-    Also for what gives another value at each call without being another object, such as a generator.
-    """
+    """SystemExit(2) with the name of the first number that differs, or thing that is another object, or a generator."""
     generators = random.Random | np.random.Generator | np.random.RandomState | np.ndarray
     for name, old, new in zip(names, first, now, strict=True):
         if hasattr(old, "__next__") or isinstance(old, generators):
@@ -883,7 +879,7 @@ def runs_in_process(args: Args, num_envs: int) -> bool:
 
 
 def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.Env:
-    """One Gymnasium environment with flat observations (O,). A worker process leaves signals to its parent."""
+    """An environment of Gymnasium (not of EnvPool), flat observations (O,). A worker leaves signals to its parent."""
     if multiprocessing.parent_process() is not None:
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.SIG_IGN)
@@ -1858,6 +1854,7 @@ class Run:
             packages = ("torch", "tensordict", "gymnasium", "envpool", "numpy")
             values = {
                 "script": Path(__file__).name,
+                "blob": subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None,
                 "args": asdict(self.args),
                 "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
                 "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
@@ -1904,7 +1901,7 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Write a line, with the means over the episodes that ended since the last one; save if a checkpoint is due."""
+        """Once for a step: write a line, with means over the episodes since the last one; save if that is due."""
         seconds = time.perf_counter() - self.start_time
         metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:

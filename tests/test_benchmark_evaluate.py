@@ -56,7 +56,7 @@ def test_every_script(script, small_run, capsys):
     assert "± " in capsys.readouterr().out
 
 
-def test_a_copied_script(run_dir, tmp_path, refused):
+def test_a_copied_script(run_dir, tmp_path, refused, capsys):
     copy = tmp_path / "copy" / "ppo.py"
     copy.parent.mkdir()
     shutil.copy(SCRIPTS / "ppo.py", copy)
@@ -65,7 +65,12 @@ def test_a_copied_script(run_dir, tmp_path, refused):
     config = json.loads((moved / "config.json").read_text()) | {"script": "renamed.py"}
     (moved / "config.json").write_text(json.dumps(config))
     assert "renamed.py" in refused(moved)
+    capsys.readouterr()
     assert len(evaluate.evaluate(evaluate.Options(moved, episodes=1, script=copy))) == 1
+    assert "is not the file" not in capsys.readouterr().err
+    copy.write_text(copy.read_text() + "\n# changed since\n")
+    evaluate.evaluate(evaluate.Options(moved, episodes=1, script=copy))
+    assert "ppo.py is not the file that trained this run, or has changed" in capsys.readouterr().err
 
 
 def test_bad_folders(run_dir, tmp_path, refused):

@@ -192,6 +192,14 @@ def test_one_seed_gives_no_interval_and_no_verdict_on_the_pair(tmp_path):
     assert "too few seeds" in (tmp_path / "out" / "report.md").read_text()
 
 
+def test_files_that_differ_are_noted(tmp_path):
+    """Runs of two copies of a file that have its name in common."""
+    for seed in (1, 2):
+        make_run(tmp_path / f"{seed}", curve(480), seed=seed, total=500_000, blob=f"{seed:040}")
+    result = report.write_report([tmp_path], tmp_path / "out")
+    assert result["rows"][0]["notes"] == ["these runs are of 2 different files of this name"]
+
+
 def test_settings_that_differ_are_noted(tmp_path):
     for seed, gamma in enumerate((0.9, 0.99)):
         make_run(tmp_path / f"{seed}", curve(480), seed=seed, total=500_000, args={"gamma": gamma})

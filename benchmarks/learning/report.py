@@ -134,6 +134,8 @@ def summarize_group(key: tuple[str, str, str], group: list[runs.Run], reference:
     row = dict(zip(("script", "env_id", "variant"), key, strict=True))
     row["left_out"] = [{"run": run.dir.name, "why": why} for run, why in left_out]
     row["notes"] = [f"{run.dir.name}: {'; '.join(run.problems)}" for run in kept if run.problems]
+    files = {run.config["blob"] for run in kept if run.config.get("blob")}
+    row["notes"] += [f"these runs are of {len(files)} different files of this name"] * (len(files) > 1)
     if len({settings(run) for run in kept}) > 1:
         row["notes"].append("the runs of this row differ in their settings")
     if not kept:

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import sys
 import zipfile
 from dataclasses import fields, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import ModuleType
 import numpy as np
 
 from benchmarks.common.programs import SCRIPTS, fail, load_script, make_envs
+from benchmarks.common.results import git
 
 EVALUATION = 0xE7A1  # part of the seed, so that no environment of the training is repeated
 
@@ -31,6 +33,8 @@ def load_run(folder: Path, script: Path | None = None) -> tuple[ModuleType, obje
     path = script or SCRIPTS / name
     if not path.is_file():
         fail(f"there is no script {path}, whose run this is; name a copy of it with --script PATH")
+    if config.get("blob") not in (None, git("hash-object", str(path.resolve())) or None):
+        print(f"note: {path} is not the file that trained this run, or has changed: see --script", file=sys.stderr)
     module = load_script(path)
     if not hasattr(module, "load_policy"):
         fail(f"{path} has no function load_policy")
