@@ -136,7 +136,8 @@ DIFFERENCES = {
         "PyTorch's Adam with its own epsilon, a learning rate that stays, no normalization of observations or rewards; "
         "of actions in a Box the network gives the standard deviation, too",
         "apex_dqn_ray": "Gymnasium's environments, where the script takes EnvPool's by default; one share of random "
-        "actions, which falls with time, in all environments; Huber's loss",
+        "actions, which falls with time, in all environments; Huber's loss; sampling and learning in turn, where the "
+        "script does both at once",
     },
 }
 
