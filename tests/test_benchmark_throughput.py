@@ -59,7 +59,7 @@ def test_throughput_from_end_to_end(tmp_path):
 def test_a_contestant_that_fails_is_shown_and_the_others_count(tmp_path, capsys):
     arguments = ["--scripts", "ppo", "--variants", "eager", "--rounds", 1, "--seconds", 0.1, "--window", 0.05]
     done = benchmark_here(capsys, "throughput", *arguments, "--no-ceilings", "--flags=--gamma 7", "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr  # the first measurement, so it is kept
     assert "error: --gamma must be at least 0 and at most 1" in done.stdout + done.stderr
     result = json.loads((tmp_path / "ppo_gamma_7.json").read_text())
     assert result["contestants"]["eager"]["failed"] == ["exit code 2"]

@@ -188,11 +188,8 @@ def draw(results: list[dict], path: Path) -> None:
     """A heat map for each network and device, paths by batch sizes; colour and number show the gain over eager."""
     paths_of = [list(dict.fromkeys(cell["path"] for cell in result["cells"])) for result in results]
     size = (2.8 + 0.75 * max(len(result["batch_sizes"]) for result in results), 1.1 + 0.3 * max(map(len, paths_of)))
-    columns = min(len(results), 2)
-    with plots.figure(path, rows=-(-len(results) // columns), columns=columns, size=size) as axes:
-        for axis in axes.flat[len(results) :]:
-            axis.set_visible(False)
-        for axis, result, paths in zip(axes.flat, results, paths_of, strict=False):
+    with plots.grid(path, len(results), size) as axes:
+        for axis, result, paths in zip(axes, results, paths_of, strict=True):
             values = np.full((len(paths), len(result["batch_sizes"])), np.nan)
             notes = np.full(values.shape, "", dtype=object)  # was not measured
             for cell in result["cells"]:

@@ -124,11 +124,8 @@ def draw(result: dict, path: Path) -> None:
             groups.setdefault((row["family"], row["backend"], row["num_envs"]), []).append(row)
     if not groups:
         return
-    columns = min(len(groups), 2)
-    with plots.figure(path, rows=-(-len(groups) // columns), columns=columns, size=(5.0, 2.2)) as axes:
-        for axis in axes.flat[len(groups) :]:
-            axis.set_visible(False)
-        for axis, ((family, backend, num_envs), rows) in zip(axes.flat, groups.items(), strict=False):
+    with plots.grid(path, len(groups), (5.0, 2.2)) as axes:
+        for axis, ((family, backend, num_envs), rows) in zip(axes, groups.items(), strict=True):
             names, gains = [row["actor"] for row in rows], [row["ratio"] for row in rows]
             plots.draw_bars(axis, names, gains, [row["interval"] for row in rows], ".2f")
             axis.axvline(1, color=plots.colour("eager"))

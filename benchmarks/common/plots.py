@@ -57,6 +57,15 @@ def figure(path: Path, rows: int = 1, columns: int = 1, size: tuple[float, float
             plt.close(fig)
 
 
+@contextmanager
+def grid(path: Path, count: int, size: tuple[float, float] = (5.2, 3.4)) -> Iterator[list]:
+    """The same for `count` axes in two columns, without those that are left over."""
+    with figure(path, rows=-(-count // 2), columns=min(count, 2), size=size) as axes:
+        for axis in axes.flat[count:]:
+            axis.set_visible(False)
+        yield list(axes.flat[:count])
+
+
 def describe_axis(axis, title: str, x: str, y: str) -> None:
     """Title, labels with their units, and thousands as 200k."""
     axis.set(title=title, xlabel=x, ylabel=y)

@@ -12,9 +12,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,13 @@ from benchmarks.common import processes
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # variables that PyTorch and NumPy obey
 BLOCKS = 10  # blocks of calls per contestant
 CASE_MEMORY = {"cpu": 3 * 2**28, "cuda": 2 * 2**30}  # bytes of host memory that a case may need, by its device
+
+
+def in_turns(things: Sequence, rounds: int) -> Iterator[tuple[int, Any]]:
+    """(round, thing) for each thing in each round, their order reversed from round to round: A B B A."""
+    for turn in range(rounds):
+        for thing in things[:: 1 if turn % 2 == 0 else -1]:
+            yield turn, thing
 
 
 def wait_for_turn() -> None:
@@ -121,18 +129,17 @@ def take_turns(
     started, over = time.perf_counter(), set()
     try:
         prepare(contestants, jobs, timeout, started + 2 / 3 * time_limit)
-        for turn in range(rounds):
-            for contestant in contestants[:: 1 if turn % 2 == 0 else -1]:
-                if contestant in over:
-                    continue
-                left = started + time_limit - time.perf_counter()
-                if not contestant.is_over() and left > 0:
-                    contestant.take_turn(min(timeout, left))
-                elif not contestant.is_over() and turn == 0:
-                    contestant.give_up("no time left for its turn")
-                if contestant.is_over():
-                    over.add(contestant)
-                on_turn(contestant)
+        for turn, contestant in in_turns(contestants, rounds):
+            if contestant in over:
+                continue
+            left = started + time_limit - time.perf_counter()
+            if not contestant.is_over() and left > 0:
+                contestant.take_turn(min(timeout, left))
+            elif not contestant.is_over() and turn == 0:
+                contestant.give_up("no time left for its turn")
+            if contestant.is_over():
+                over.add(contestant)
+            on_turn(contestant)
     finally:
         for contestant in contestants:
             if contestant.child:
@@ -228,9 +235,8 @@ def interleave(calls: dict[str, Callable[[], None]], seconds: float) -> dict[str
     num_blocks = 4 if slow else BLOCKS
     counts = {name: max(1, int(seconds / num_blocks / max(x, 1e-7))) for name, x in estimates.items()}
     blocks, cpu = ({name: [] for name in calls} for _ in range(2))
-    for i in range(num_blocks):
-        for name in list(calls)[:: 1 if i % 2 == 0 else -1]:
-            times, cpu_seconds = timed_block(calls[name], counts[name])
-            blocks[name].append(times)
-            cpu[name].append(cpu_seconds)
+    for _, name in in_turns(list(calls), num_blocks):
+        times, cpu_seconds = timed_block(calls[name], counts[name])
+        blocks[name].append(times)
+        cpu[name].append(cpu_seconds)
     return {name: Times(blocks[name], sum(cpu[name]) / (num_blocks * counts[name])) for name in calls}

@@ -239,10 +239,8 @@ def section(result: dict) -> list[str]:
 
 def draw(results: list[dict], path: Path) -> None:
     """For each task the share of runs that have reached the score, over time."""
-    with plots.figure(path, rows=-(-len(results) // 2), columns=min(len(results), 2)) as axes:
-        for axis in axes.flat[len(results) :]:
-            axis.set_visible(False)
-        for axis, result in zip(axes.flat, results, strict=False):
+    with plots.grid(path, len(results)) as axes:
+        for axis, result in zip(axes, results, strict=True):
             for name, own in result["contestants"].items():
                 rows = rows_of(own)
                 times, ends = np.sort(rows[rows[:, 1] > 0, 0]), rows[:, 0].max(initial=0)

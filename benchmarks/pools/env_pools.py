@@ -27,7 +27,7 @@ from typing import Literal
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.common import plots, processes, runs, steady
+from benchmarks.common import plots, processes, runs, steady, turns
 from benchmarks.common.programs import ROOT, SCRIPTS, check_once, check_positive, fail
 from benchmarks.common.results import Target, describe, make_folder, provenance, stoppable, table
 from benchmarks.pools import models as pool_models
@@ -160,9 +160,10 @@ def measure(contestants: list[Contestant], options: Options, part: str) -> list[
             pools.append(contestant.start())
             stack.callback(close, pools[-1])
         order = list(zip(rows, pools, strict=True))
-        for i in tqdm(range(options.rounds), desc=f"{part}: rounds"):
-            for row, pool in order if i % 2 == 0 else order[::-1]:
-                row["seconds"].append(seconds_per_step(pool, options.seconds))
+        for _, (row, pool) in tqdm(
+            turns.in_turns(order, options.rounds), f"{part}: turns", options.rounds * len(order)
+        ):
+            row["seconds"].append(seconds_per_step(pool, options.seconds))
     return rows
 
 

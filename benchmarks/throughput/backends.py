@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from benchmarks.common import turns
 from benchmarks.common.programs import SCRIPTS, check_known, check_once, check_positive, command, load_script
 from benchmarks.common.results import (
     Target,
@@ -100,14 +101,13 @@ def measure(env_id: str, num_envs: int, options: Options, bar: tqdm) -> dict:
     limits = {"seconds": options.seconds, "window": min(2.0, options.seconds / 4), "timeout": options.timeout}
     settings, results = throughput.Options(rounds=options.rounds, **limits), {way: [] for way in ways}
     sizes = ["--env-id", env_id, "--num-envs", str(num_envs), "--num-steps", str(task.rollout // num_envs)]
-    for turn in range(options.rounds):
-        for way in ways[:: 1 if turn % 2 == 0 else -1]:
-            bar.set_postfix_str(f"{num_envs} x {env_id}: {way}, round {turn + 1}")
-            program = [*command(task.script, "eager"), *sizes, *WAYS[way], "--seed", str(turn + 1)]
-            endless = ("--total-timesteps", str(10**9), "--no-tensorboard")
-            measured, _ = throughput.measure(program, settings, endless)
-            results[way].append(measured)
-            bar.update()
+    for turn, way in turns.in_turns(ways, options.rounds):
+        bar.set_postfix_str(f"{num_envs} x {env_id}: {way}, round {turn + 1}")
+        program = [*command(task.script, "eager"), *sizes, *WAYS[way], "--seed", str(turn + 1)]
+        endless = ("--total-timesteps", str(10**9), "--no-tensorboard")
+        measured, _ = throughput.measure(program, settings, endless)
+        results[way].append(measured)
+        bar.update()
     contestants = {way: throughput.summarize(own) for way, own in results.items()}
     known = {way: own["steps_per_second"] for way, own in contestants.items() if "steps_per_second" in own}
     found = {"num_envs": num_envs, "default": default_way(env_id, num_envs), "contestants": contestants}

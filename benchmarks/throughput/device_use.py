@@ -185,10 +185,8 @@ def table_of(uses: dict[str, dict[str, dict]], speeds: dict[tuple[str, str], flo
 
 def draw(uses: dict[str, dict[str, dict]], path: Path) -> None:
     """Of each script, the busy fraction of its variants over time."""
-    with plots.figure(path, rows=-(-len(uses) // 2), columns=min(len(uses), 2), size=(5.6, 2.4)) as axes:
-        for axis in axes.flat[len(uses) :]:
-            axis.set_visible(False)
-        for axis, (script, variants) in zip(axes.flat, uses.items(), strict=False):
+    with plots.grid(path, len(uses), (5.6, 2.4)) as axes:
+        for axis, (script, variants) in zip(axes, uses.items(), strict=True):
             for variant, use in [(name, x) for name, x in variants.items() if "failed" not in x]:
                 name = f"{plots.label(variant)}, {100 * use['busy_fraction']:.0f} %"
                 time = np.linspace(0, use["seconds"], len(use["timeline"]))

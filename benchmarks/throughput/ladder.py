@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.common import plots, processes
+from benchmarks.common import plots, processes, turns
 from benchmarks.common.programs import check_known, check_once, check_positive, fail, often_logged
 from benchmarks.common.results import Target, describe, estimate, load_all, make_folder, provenance, stoppable, table
 from benchmarks.throughput import throughput
@@ -65,17 +65,15 @@ def measure(script: str, options: Options, bar: tqdm) -> dict:
     settings, tricks = throughput.Options(rounds=options.rounds, **limits), LADDERS[script]
     results, numbers, env_id = {str(i): [] for i in range(len(tricks))}, range(len(tricks)), "unknown"
     with tempfile.TemporaryDirectory() as caches:
-        for turn in range(options.rounds):
-            for i in numbers[:: 1 if turn % 2 == 0 else -1]:
-                bar.set_postfix_str(f"{script}: {tricks[i].name}, round {turn + 1}")
-                program = [sys.executable, "-m", "benchmarks.throughput.rungs", script, str(i), "--seed", str(turn + 1)]
-                cache = {"TORCHINDUCTOR_CACHE_DIR": str(Path(caches, str(i)))}
-                measured, run = throughput.measure(
-                    [*program, "--no-tensorboard", *often_logged(script)], settings, **cache
-                )
-                results[str(i)].append(measured)
-                env_id = run.env_id if run.lines else env_id
-                bar.update()
+        for turn, i in turns.in_turns(numbers, options.rounds):
+            bar.set_postfix_str(f"{script}: {tricks[i].name}, round {turn + 1}")
+            program = [sys.executable, "-m", "benchmarks.throughput.rungs", script, str(i), "--seed", str(turn + 1)]
+            cache = {"TORCHINDUCTOR_CACHE_DIR": str(Path(caches, str(i)))}
+            program += ["--no-tensorboard", *often_logged(script)]
+            measured, run = throughput.measure(program, settings, **cache)
+            results[str(i)].append(measured)
+            env_id = run.env_id if run.lines else env_id
+            bar.update()
     contestants = {name: throughput.summarize(own) for name, own in results.items()}
     known = [i for i in numbers if "steps_per_second" in contestants[str(i)]]
     ratios = [throughput.ratio(contestants, str(b), str(a)) for a, b in itertools.pairwise(known)]

@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.common import plots, processes, runs, stats, steady
+from benchmarks.common import plots, processes, runs, stats, steady, turns
 from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import (
     PEERS,
@@ -237,17 +237,16 @@ def measure_script(script: str, options: Options, bar: tqdm) -> dict:
     flags = ["--no-tensorboard", *same_phase(script), *often_logged(script)]
     caches = Path(tempfile.mkdtemp())
     try:
-        for i in range(options.rounds):
-            for name in names if i % 2 == 0 else names[::-1]:
-                bar.set_postfix_str(f"{script}: {name}, round {i + 1}")
-                cache = {"TORCHINDUCTOR_CACHE_DIR": str(caches / name)}
-                arguments = [*command(script, name), "--seed", str(i + 1), *flags]
-                measured, run = measure(arguments, options, **cache)
-                results[name].append(measured)
-                env_id = run.env_id if run.lines else env_id  # a run that failed at once may not name it
-                if name == "rllib":
-                    versions[name] = run.config.get("versions", {})
-                bar.update()
+        for i, name in turns.in_turns(names, options.rounds):
+            bar.set_postfix_str(f"{script}: {name}, round {i + 1}")
+            cache = {"TORCHINDUCTOR_CACHE_DIR": str(caches / name)}
+            arguments = [*command(script, name), "--seed", str(i + 1), *flags]
+            measured, run = measure(arguments, options, **cache)
+            results[name].append(measured)
+            env_id = run.env_id if run.lines else env_id  # a run that failed at once may not name it
+            if name == "rllib":
+                versions[name] = run.config.get("versions", {})
+            bar.update()
         contestants = {name: summarize(results[name]) for name in names}
         for name in names if options.whole_steps else ():
             bar.set_postfix_str(f"{script}: {name}, a whole run")
@@ -337,10 +336,8 @@ def section(result: dict) -> list[str]:
 
 def draw(results: list[dict], path: Path) -> None:
     """For each script the speeds of all contestants as bars with quartiles."""
-    with plots.figure(path, rows=-(-len(results) // 2), columns=min(len(results), 2), size=(5.6, 2.6)) as axes:
-        for axis in axes.flat[len(results) :]:
-            axis.set_visible(False)
-        for axis, result in zip(axes.flat, results, strict=False):
+    with plots.grid(path, len(results), (5.6, 2.6)) as axes:
+        for axis, result in zip(axes, results, strict=True):
             known = {name: x for name, x in result["contestants"].items() if "steps_per_second" in x}
             medians = [x["steps_per_second"] for x in known.values()]
             if known:
