@@ -1,0 +1,65 @@
+"""Every setting of an algorithm counts: with another value, something else is learnt."""
+
+import importlib
+import re
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+
+import helpers
+import pytest
+import torch
+from helpers import load
+
+from benchmarks.common.pairs import TABLE
+from benchmarks.common.programs import SCRIPTS
+
+# Integers among them; others are sizes, which may be bound to each other
+INTEGERS = "update_epochs", "policy_frequency", "target_network_frequency", "n_step", "batch_updates"
+# What does not change what is learnt, or not by itself
+LEFT_OUT = {"save_replay", "alpha"}
+# Large steps, so that ratios and values reach the bounds at which they are clipped
+LARGE = {"learning_rate": 0.03}
+
+
+def own_settings(name: str) -> list[str]:
+    """The numbers and switches below the last heading in a script's `Args`, which is its algorithm's."""
+    text = (SCRIPTS / f"{name}.py").read_text()
+    text = re.split(r"\n    # [^\n]+\n", text[text.index("class Args:") : text.index("\nMETRICS")])[-1]
+    names = re.findall(r"^    (\w+): (float|bool|int)\b", text, re.MULTILINE)
+    known = {field.name for field in fields(load(name).Args)} - LEFT_OUT
+    return [x for x, kind in names if x in known and (kind != "int" or x in INTEGERS)]
+
+
+@cache
+def small(name: str) -> dict:
+    """Flags for a short run; a script over Ray runs in this process."""
+    is_over_ray = hasattr(load(name).Args, "num_runners")
+    own = importlib.import_module(Path(TABLE[name].own_tests).stem).SMALL if is_over_ray else {}
+    large = {key: value for key, value in LARGE.items() if hasattr(load(name).Args, key)}
+    return own | large | ({"num_runners": 0} if is_over_ray else {})
+
+
+def learnt(run: helpers.Outcome) -> list[torch.Tensor]:
+    """All weights of a checkpoint, and what the optimizers hold."""
+    parts = [x for x in run.checkpoint.values() if isinstance(x, dict)]
+    return [x for part in parts for x in part.values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+
+
+def changed(value: float | bool | None, setting: str) -> float | bool:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return 2 * value
+    return 1e-6 if setting == "target_kl" else value / 2 if value else 0.5
+
+
+# A run of Atari takes half a minute
+@pytest.mark.parametrize("name", [eager.stem for eager, _ in helpers.PAIRS if eager.stem != "ppo_atari_envpool"])
+def test_each_setting_counts(train, name):
+    flags, silent = small(name), []
+    first, defaults = learnt(train(name, **flags)), {x.name: x.default for x in fields(load(name).Args)} | small(name)
+    for setting in own_settings(name):
+        again = learnt(train(name, **flags | {setting: changed(defaults[setting], setting)}))
+        silent += [setting] * all(map(torch.equal, first, again))
+    assert not silent
