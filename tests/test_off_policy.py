@@ -199,6 +199,16 @@ def test_a_rounded_policy_is_played_rounded(train, name):
         assert (rounded != script.load_policy(exact, envs)(obs[:, : envs.obs_dim])).all()
 
 
+def test_sac_has_a_learning_rate_for_the_policy_and_one_for_values(train):
+    """The temperature learns by that of the values; it starts at 1 if it is tuned, else it is --alpha."""
+    run = train("sac_continuous_action", policy_lr=1e-4, q_lr=2e-4)
+    found = {name: float(run.checkpoint[f"{name}_optimizer"]["learning_rate"]) for name in ("actor", "critic", "alpha")}
+    assert found == pytest.approx({"actor": 1e-4, "critic": 2e-4, "alpha": 2e-4})
+    for autotune, alpha in ((True, 1.0), (False, 0.1)):
+        fresh = train("sac_continuous_action", autotune=autotune, alpha=0.1, total_timesteps=64, learning_starts=1000)
+        assert fresh.checkpoint["temperature"]["log_alpha"].exp() == pytest.approx(alpha)
+
+
 def test_a_temperature_that_does_not_count_is_said(train, capfd):
     train("sac_continuous_action", total_timesteps=64, alpha=0.1)
     assert "--alpha is for --no-autotune" in capfd.readouterr().err
