@@ -655,8 +655,8 @@ class Envs:
                 self.infos[key].append(value)
 
     def close(self) -> None:
-        with contextlib.suppress(Exception):  # a worker may be dead
-            self.vector.close()
+        with contextlib.suppress(Exception):  # a worker may be dead or, after an error, never answer
+            self.vector.close(**{"timeout": 5} if isinstance(self.vector, gym.vector.AsyncVectorEnv) else {})
 
 
 def rollout_sizes(args: Args, num_envs: int) -> tuple[int, int]:

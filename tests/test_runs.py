@@ -348,6 +348,14 @@ def test_broken_worker_ends_the_run(tmp_path, event, reason):
     assert helpers.outcome(tmp_path / "run").checkpoint["global_step"] >= 100
 
 
+def test_infos_that_do_not_fit_together_end_the_run(tmp_path):
+    """Not in a wait for workers that have answered before."""
+    arguments = helpers.flags("ppo", env_id="tiny_envs:Ragged-v0", num_envs=2, run_dir="run")
+    process = helpers.start("ppo", *arguments, cwd=tmp_path)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1 and "could not broadcast" in errors.splitlines()[-1]
+
+
 # What is refused
 
 

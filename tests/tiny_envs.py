@@ -200,6 +200,24 @@ class Fragile(Tiny):
         return np.zeros(3, dtype=np.float32), 1.0, False, self.steps % 10 == 0
 
 
+class Ragged(Tiny):
+    """Its `info` holds an array of another length each time, which a vector of environments can't put together."""
+
+    def __init__(self):
+        super().__init__(CHOICE)
+
+    def start(self):
+        return np.zeros(3, dtype=np.float32)
+
+    def move(self, _action):
+        return np.zeros(3, dtype=np.float32), 1.0, False, False
+
+    def step(self, action):
+        *outcome, _ = super().step(action)
+        return *outcome, {"seen": np.zeros(int(self.np_random.integers(1, 9)))}
+
+
+gym.register("Ragged-v0", Ragged)
 for prefix, space in ("", PUSH), ("Discrete", CHOICE):
     gym.register(f"{prefix}Same-v0", Same, kwargs={"action_space": space, "end": None})
     for end in "terminated", "truncated":
