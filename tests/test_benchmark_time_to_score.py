@@ -131,6 +131,7 @@ def test_command(monkeypatch, tmp_path, capsys):
 def test_a_stopped_command_goes_on_and_a_whole_one_begins_anew(monkeypatch, tmp_path):
     """Not so if the code is another: then nothing of the old result may be mixed with the new."""
     here = provenance() | {"uncommitted_changes": False}
+    here.pop("changed_until", None)  # there is one if the repository gets a commit while the tests run
     monkeypatch.setattr(results, "provenance", lambda: here)
     monkeypatch.setattr(time_to_score, "provenance", lambda: here)
     calls, fails_at = [], [3]
