@@ -250,7 +250,7 @@ def test_too_many_deaths_end_the_run_with_their_cause(train, monkeypatch, tmp_pa
 
 
 def test_learns_though_workers_are_killed(train, monkeypatch):
-    """One every 400 batches of rows, and the task of test_learning.py is learnt all the same, in four times the steps."""
+    """One every 400 batches; the task of test_learning.py is learnt all the same, in four times as many steps."""
     killed, num_sends, send = [], itertools.count(1), POOL.Pool.send
 
     def send_and_kill(pool, action, ids):
