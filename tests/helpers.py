@@ -107,6 +107,13 @@ def settings_of(name: str, overrides: dict) -> dict:
     return settings
 
 
+def small_settings(name: str) -> dict:
+    """Settings of a run of about a second, of any script; one over Ray runs in this process."""
+    own = TABLE[pair_of(name)].own_tests
+    settings = importlib.import_module(Path(own).stem).SMALL if own else {}
+    return settings | ({"num_runners": 0} if hasattr(load(name).Args, "num_runners") else {})
+
+
 class Outcome(NamedTuple):
     run_dir: Path
     lines: list[dict]  # of metrics.jsonl

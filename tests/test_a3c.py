@@ -204,6 +204,21 @@ def test_twin_whose_functions_are_replayed_computes_the_same(train, monkeypatch,
     assert_agree(without_times(twin), without_times(run), rel=CLOSE)
 
 
+def test_a2c_learns_from_the_gradients_of_all_runners(train, monkeypatch):
+    """All valid rows count, here of two gradients in a step."""
+    rows = []
+    collect, make = SCRIPT.OneRunner.collect, SCRIPT.make_learner
+
+    def make_noting(*x):
+        agent, optimizer, gradient, descend = make(*x)
+        return agent, optimizer, gradient, lambda sums: (rows.append(float(sums[-1])), descend(sums))[1]
+
+    monkeypatch.setattr(SCRIPT.OneRunner, "collect", lambda runners, _count, others: collect(runners, 2, others))
+    monkeypatch.setattr(SCRIPT, "make_learner", make_noting)
+    run = train()
+    assert sum(rows) == run.checkpoint["global_step"] and len(rows) > 10
+
+
 def test_learning_rate_falls_to_zero_if_asked(train):
     """By the steps that were made before an update."""
     for anneal in (True, False):

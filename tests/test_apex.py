@@ -13,6 +13,7 @@ import gymnasium as gym
 import helpers
 import numpy as np
 import pytest
+import tiny_envs
 import torch
 from graph_emulator import use_graphs
 from helpers import in_float64, load, on_ray, without_times
@@ -380,6 +381,51 @@ def test_a_million_transitions_of_atari_fit_in_8_gb(capfd):
     assert "--buffer-size 1000000 needs 7.2" in capfd.readouterr().err
 
 
+def test_replay_is_restored_whole(train):
+    saved = train(total_timesteps=400).checkpoint["replay"]
+    runners = mock.Mock(spaces=(tiny_envs.LINE, tiny_envs.CHOICE))
+    saved["age"] += torch.arange(4, dtype=torch.uint8)  # of frames, which these are not
+    replay = SCRIPT.LocalReplay(arguments(), runners, torch.device("cpu"))
+    replay.load_state_dict(saved)
+    for name, x in replay.state_dict().items():
+        assert np.array_equal(x, saved[name]), name
+    assert saved["columns"].any() and len(saved["priorities"].unique()) > 100
+
+
+def test_priorities_are_errors_whatever_their_weight(train, monkeypatch):
+    """Absolute temporal differences; also one of zero is a priority, if the least."""
+    seen = {"errors": []}
+    open_run, write_back, sample = SCRIPT.Run.open, SCRIPT.LocalReplay.write_back, SCRIPT.LocalReplay.sample
+
+    def note_networks(run, runners, **parts):
+        seen["networks"] = parts["network"], parts["target_network"]
+        open_run(run, runners, **parts)
+
+    def note_batch(replay, count):
+        if (batch := sample(replay, count)) is not None:
+            (obs, next_obs, rows), (network, target) = batch, seen["networks"]
+            action, total, discount, _ = rows.unbind(1)
+            with torch.no_grad():
+                best = target(next_obs).gather(1, network(next_obs).argmax(1, keepdim=True)).squeeze(1)
+                seen["expected"] = (total + discount * best - network(obs)[range(len(obs)), action.long()]).abs()
+        return batch
+
+    def note_errors(replay, error):
+        torch.testing.assert_close(error, seen["expected"], rtol=1e-4, atol=1e-5)
+        seen["errors"].append(error)
+        write_back(replay, error)
+
+    monkeypatch.setattr(SCRIPT.Run, "open", note_networks)
+    monkeypatch.setattr(SCRIPT.LocalReplay, "sample", note_batch)
+    monkeypatch.setattr(SCRIPT.LocalReplay, "write_back", note_errors)
+    train(importance_exponent=1.0)
+    assert len(seen["errors"]) > 50
+    replay = filled(10)
+    place, *_ = replay.fragments.read(np.arange(320))
+    replay.prioritize(place, np.zeros(320))
+    assert 0 < replay.tree.sums[1] < 1
+
+
 def test_errors_of_updates_become_priorities(train):
     """Those in the checkpoint are not those that runners gave."""
     replay = train().checkpoint["replay"]
@@ -460,6 +506,15 @@ def test_twin_whose_updates_are_replayed_computes_the_same(train, monkeypatch, b
         twin = train(in_float64(COMPILED), compile=backend is not None)
     assert len(graphs) == 1 and graphs[0].counter > graphs[0].warmup + 5
     assert_agree(without_times(twin), without_times(run), rel=CLOSE)
+
+
+def test_target_network_is_copied_when_due(train, monkeypatch):
+    updates, moves = [], []
+    step, move = SCRIPT.Adam.step, SCRIPT.move_towards
+    monkeypatch.setattr(SCRIPT.Adam, "step", lambda *x: (updates.append(1), step(*x))[1])
+    monkeypatch.setattr(SCRIPT, "move_towards", lambda *x: (moves.append(len(updates)), move(*x))[1])
+    run = train(target_network_frequency=7)
+    assert moves == list(range(7, run.checkpoint["num_updates"] + 1, 7)) and len(moves) > 5
 
 
 @pytest.mark.parametrize("save_replay", [True, False])
@@ -581,3 +636,68 @@ def test_colours_are_no_frames(capfd, tmp_path):
     with pytest.raises(SystemExit) as end:
         SCRIPT.train(SCRIPT.Args(**settings, buffer_size=1000, learning_starts=100))
     assert end.value.code == 2 and "--env-kwargs gray_scale" in capfd.readouterr().err
+
+
+# Shards, without Ray
+
+
+class Reference:
+    def __init__(self, value):
+        self.value = value
+
+
+class ActorHere:
+    """An actor of Ray's in this process, whose calls are done at once."""
+
+    def __init__(self, kind):
+        self.actor = kind()
+
+    def __getattr__(self, name):
+        return SimpleNamespace(remote=lambda *x: Reference(getattr(self.actor, name)(*x)))
+
+
+RAY_HERE = SimpleNamespace(
+    remote=lambda **_: lambda kind: SimpleNamespace(remote=lambda: ActorHere(kind)),
+    get=lambda x, timeout=None: [each.value for each in x] if isinstance(x, list) else x.value,  # noqa: ARG005
+    wait=lambda references, **_: (references, []),
+    exceptions=SimpleNamespace(RayError=RuntimeError, ObjectLostError=KeyError),
+)
+
+
+def test_shards_draw_numbers_of_their_own():
+    seeds = []
+    shards = object.__new__(SCRIPT.ReplayShards)
+    shards.args, shards.shards, shards.num_given = arguments(), {}, {}
+    shards.runners = SimpleNamespace(actors={}, run=SimpleNamespace(step=0), spaces=(None, None))
+    shards.remote = mock.Mock()
+    shards.remote.remote.return_value.open.remote = lambda _args, _space, seed: seeds.append(seed)
+    for shards.restarts in range(2):
+        for index in range(3):
+            shards.start(index)
+    assert len(set(seeds)) == 6
+
+
+def test_shards_take_turns_and_each_gets_the_errors_of_its_own():
+    """Ten fragments, of which each of two shards keeps five; batches come from both alike, and errors go back there."""
+    fragments = filled(10).fragments
+    args = arguments(num_runners=1, replay_shards=2, batch_size=64, priority_exponent=1.0)
+    runners = mock.Mock(ray=RAY_HERE, spaces=(gym.spaces.Box(-np.inf, np.inf, (2,), np.float32), None), actors={})
+    runners.run.step = 0
+    with mock.patch("signal.signal"):
+        replay = SCRIPT.ReplayShards(args, runners, torch.device("cpu"))
+    for i in range(10):
+        replay.add((fragments.obs[i], fragments.age[i], fragments.columns[i]))
+    shards = [replay.shards[i].actor.shard for i in range(2)]
+    assert [sorted({*x.fragments.obs[..., 0].ravel()}) for x in shards] == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
+    drawn, pending, expected = [], None, [np.ones(160) for _ in range(2)]
+    for number in range(1, 21):
+        obs = replay.sample(1)[0].numpy()
+        (shard,) = {*(obs[:, 0] % 2).astype(int)}
+        leaf = (obs[:, 0] // 2 * 32 + obs[:, 1] // 10 * 4 + obs[:, 1] % 10).astype(int)
+        replay.write_back(torch.full((64,), 10.0 * number))
+        if pending:
+            expected[pending[0]][pending[1]] = pending[2]
+        drawn, pending = [*drawn, shard], (shard, leaf, 10.0 * number)
+        for ours, x in zip(expected, shards, strict=True):
+            np.testing.assert_allclose(x.tree[np.arange(160)], ours, rtol=1e-5)
+    assert drawn.count(0) == drawn.count(1) == 10

@@ -282,6 +282,60 @@ def test_value_is_that_of_the_policy_that_collected(train, monkeypatch):
     assert torch.equal(torch.stack(agents), torch.cat(values))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"norm_adv": False}, {"ent_coef": 0.1}, {"vf_coef": 0.1}, {"max_grad_norm": 0.01}, {"target_kl": 1e-12}],
+    ids=str,
+)
+def test_settings_make_a_difference(train, settings):
+    """From the first rollout's updates on; but for what was collected."""
+    changed = {"total_timesteps": 32, "clip_coef": 1e-3, "learning_rate": 3e-3}
+    first, other = (train(**changed | more).lines[0] for more in ({}, settings))
+    assert first["losses/explained_variance"] == other["losses/explained_variance"]
+    assert first["losses/value_loss"] != other["losses/value_loss"]
+
+
+@pytest.mark.parametrize("clip_vloss", [False, True])
+def test_learns_from_the_estimates_of_its_settings(train, monkeypatch, clip_vloss):
+    """Advantages by gamma and lambda, the returns that these make of values, and values that are clipped or not."""
+    seen, clips = [], set()
+    gae, value_loss = SCRIPT.gae, SCRIPT.clipped_value_loss
+
+    def note_gae(*x):
+        seen.append((x, gae(*x)))
+        return seen[-1][1]
+
+    def note_loss(value, old_value, returns, valid, clip_coef):
+        (_, values, *_), advantage = seen[-1]
+        both = {tuple(x.tolist()) for x in torch.stack([values[:-1].flatten(), (advantage + values[:-1]).flatten()], 1)}
+        assert {tuple(x.tolist()) for x in torch.stack([old_value, returns], 1)} <= both
+        clips.add(clip_coef)
+        return value_loss(value, old_value, returns, valid, clip_coef)
+
+    monkeypatch.setattr(SCRIPT, "gae", note_gae)
+    monkeypatch.setattr(SCRIPT, "clipped_value_loss", note_loss)
+    train(total_timesteps=64, gamma=0.9, gae_lambda=0.8, clip_vloss=clip_vloss)
+    assert {x[5:] for x, _ in seen} == {(0.9, 0.8)} and clips == {0.1 if clip_vloss else None}
+
+
+def test_noise_is_new_in_each_rollout(train, monkeypatch):
+    sent, send = [], SCRIPT.Envs.send
+    monkeypatch.setattr(SCRIPT.Envs, "send", lambda envs, pool, x: (sent.append(x.copy()), send(envs, pool, x))[1])
+    train(total_timesteps=256, num_envs=4, num_steps=32, num_minibatches=1, learning_rate=0.0)
+    first, second = np.split(np.concatenate(sent), 2)
+    assert (first == second).mean() < 0.5  # of four actions that are nearly alike
+
+
+def test_reset_may_be_the_first_row_of_a_rollout(play, monkeypatch):
+    """`test_learns_from_what_the_games_gave` with rollouts of three steps."""
+    rollouts, gae = [], SCRIPT.gae
+    monkeypatch.setattr(SCRIPT, "gae", lambda *x: (rollouts.append(x[4].clone()), gae(*x))[1])
+    _, played = play(env_id="Asterix-v5", num_steps=3, num_minibatches=1, update_epochs=1, total_timesteps=900)
+    valid = torch.cat(rollouts).numpy()
+    np.testing.assert_array_equal(valid, replay(played, "Asterix-v5").valid)
+    assert (valid[::3] == 0).any()
+
+
 # Both ways to step the games
 
 
@@ -467,6 +521,21 @@ def test_evaluation_plays_whole_games_by_the_most_probable_actions(train, capsys
             scores.append(score)
             score = 0.0
     assert returns == scores
+
+
+def test_policy_of_a_checkpoint_sees_the_stacks_of_envpool(train, monkeypatch):
+    """Of which a game's first frame makes all four, in the second game, too."""
+    seen = []
+    run, forward = train(total_timesteps=32), SCRIPT.ActorCritic.forward
+    envs = SCRIPT.Envs(SCRIPT.Args(num_envs=2, async_envs=False), [1, 2])
+    games = envpool.make_gymnasium("Breakout-v5", num_envs=2, seed=[1, 2], episodic_life=True)
+    monkeypatch.setattr(SCRIPT.ActorCritic, "forward", lambda agent, x: (seen.append(x.clone()), forward(agent, x))[1])
+    policy, frames, (obs, _) = SCRIPT.load_policy(run.checkpoint, envs), envs.reset(), games.reset()
+    for _ in range(400):
+        action = np.random.randint(4, size=2)
+        policy(frames)
+        assert torch.equal(seen.pop(), SCRIPT.space_to_depth(torch.from_numpy(obs)))
+        frames, obs = envs.step(action.astype(np.int32))[0], games.step(action.astype(np.int32))[0]
 
 
 def test_settings_of_the_games_reach_them():

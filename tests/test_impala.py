@@ -121,9 +121,8 @@ def test_each_update_is_a_step_down_the_loss(env_id):
     name = in_float64(EAGER)
     script = load(name)
     with helpers.default_type_of(name):
-        args = script.Args(
-            **SMALL | {"env_id": env_id, "batch_updates": 2, "gamma": GAMMA, "clip_rewards": True, "ent_coef": 0.1}
-        )
+        settings = {"batch_updates": 2, "gamma": GAMMA, "rho_bar": 1.1, "c_bar": 0.9, "ent_coef": 0.1}
+        args = script.Args(**SMALL | {"env_id": env_id, "clip_rewards": True} | settings)
         runner = script.Runner(args, [1, 2])
         with runners_of(script, args) as runners:
             older = script.get_weights(agent_with(script, runners, 1.3))
@@ -207,6 +206,14 @@ def test_learning_rate_falls_to_zero_if_asked(train):
         run = train(anneal_lr=anneal, log_every=1)
         expected = [3e-3 * (1 - anneal * step / 384) for step in [0, *run.steps()[:-1]]]
         assert [line["charts/learning_rate"] for line in run.lines] == pytest.approx(expected) and len(expected) > 8
+
+
+def test_learns_from_all_fragments_of_a_batch(train, monkeypatch):
+    sizes = []
+    learn = SCRIPT.learn_in_stretches
+    monkeypatch.setattr(SCRIPT, "learn_in_stretches", lambda *x: (sizes.append(len(x[-1])), learn(*x))[1])
+    train(batch_fragments=3)
+    assert set(sizes) == {3}
 
 
 def test_shares_of_time_sum_to_a_hundred_percent(train):

@@ -70,6 +70,13 @@ def test_buffer_samples_every_row_it_holds_and_no_other():
         torch.testing.assert_close(column, (obs[:, 0] if len(shape) == 1 else obs[:, :1]) + torch.tensor(offset))
 
 
+def test_buffer_that_was_written_over_samples_every_row():
+    buffer = new_buffer(8)
+    for first in (0, 8, 13):
+        buffer.add(torch.arange(float(first), first + 5)[:, None].repeat(1, 7))
+    assert sorted(set(buffer.sample(1000)[0][:, 0].int().tolist())) == [10, 11, 12, 13, 14, 15, 16, 17]
+
+
 def test_buffer_goes_on_where_its_checkpoint_ended():
     buffer, copy = new_buffer(5), new_buffer(5)
     buffer.add(numbered_rows(0, 4))
@@ -139,6 +146,13 @@ def test_epsilon_is_annealed_in_both_twins(train):
         epsilon = {line["global_step"]: line["charts/epsilon"] for line in run.lines}
         assert epsilon[100] == pytest.approx(1 - 0.95 * 99 / 200)
         assert epsilon[250] == epsilon[400] == pytest.approx(0.05)
+
+
+def test_epsilon_begins_where_it_is_told_to(train):
+    lines = train("dqn", epsilon_start=0.3, epsilon_end=0.1, exploration_fraction=1.0).lines
+    assert [line["charts/epsilon"] for line in lines] == pytest.approx(
+        [0.3 - 0.2 * (line["global_step"] - 1) / 400 for line in lines]
+    )
 
 
 @pytest.mark.parametrize("layers", [(), (nn.BatchNorm1d(4),)], ids=["plain", "with buffers"])
@@ -491,3 +505,24 @@ def test_actions_are_drawn_from_the_policy(train, name):
     count = len(action)
     assert count == 2400 and ((action.mean(0) - mean).abs() < 4 * std / math.sqrt(count)).all()
     torch.testing.assert_close(action.std(0), std, rtol=4 / math.sqrt(2 * count), atol=0)
+
+
+def test_each_environment_explores_by_itself(train):
+    """Half of the time, one of three actions alike: all eight do what is greedy in (2/3)**8 = 4 % of the steps."""
+    settings = {"num_envs": 8, "sync_envs": True, "learning_starts": 4000, "total_timesteps": 4000}
+    train("dqn", env_id="tiny_envs:DiscreteSame-v0", epsilon_start=0.5, epsilon_end=0.5, buffer_size=4000, **settings)
+    actions = np.array(tiny_envs.received).reshape(-1, 8)
+    greedy = np.bincount(actions.ravel()).argmax()
+    share = (actions == greedy).all(1).mean()
+    assert share == pytest.approx((2 / 3) ** 8, abs=4 * math.sqrt(0.04 / 500))
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_first_actions_are_uniform_within_the_bounds(train, name):
+    """Within four standard deviations."""
+    count, space = 1600, tiny_envs.PUSH
+    train(name, env_id="tiny_envs:Same-v0", num_envs=4, sync_envs=True, learning_starts=count, total_timesteps=count)
+    share = (np.stack(tiny_envs.received) - space.low) / (space.high - space.low)
+    assert len(share) == count and (np.abs(share.mean(0) - 0.5) < 4 / np.sqrt(12 * count)).all()
+    for part in np.arange(1, 5) / 5:
+        assert (np.abs((share < part).mean(0) - part) < 4 * np.sqrt(0.25 / count)).all()

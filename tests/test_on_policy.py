@@ -3,10 +3,22 @@
 import math
 from itertools import pairwise
 
+import gymnasium as gym
 import numpy as np
 import pytest
+import tiny_envs
 import torch
-from helpers import EAGER, adam_steps, assert_line_is_of, assert_orders_differ, discrete, has_pool, load, on_policy
+from helpers import (
+    EAGER,
+    adam_steps,
+    assert_line_is_of,
+    assert_orders_differ,
+    discrete,
+    has_pool,
+    load,
+    on_policy,
+    small_settings,
+)
 from tiny_envs import PUSH
 from torch import nn
 
@@ -188,3 +200,83 @@ def test_statistics_are_those_of_all_observations(train, monkeypatch):
     assert norm["count"] == len(rows) == SETTINGS["total_timesteps"] + 1
     np.testing.assert_allclose(norm["mean"], rows.mean(0, dtype=np.float64), rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(norm["squares"] / len(rows), rows.var(0, dtype=np.float64), rtol=1e-6)
+
+
+def test_rewards_are_scaled_by_the_returns_of_real_steps(train, monkeypatch):
+    """Those of resets are none: each return begins anew. In the log are rewards as they came."""
+    script, seen = load("ppo_continuous_action"), []
+    scale = script.RewardScale.__call__
+
+    def note(self, reward, valid):
+        seen.append((reward.copy(), valid.copy()))
+        return scale(self, reward, valid)
+
+    monkeypatch.setattr(script.RewardScale, "__call__", note)
+    run = train("ppo_continuous_action")
+    reward, valid = (np.concatenate(x)[:, 0] for x in zip(*seen, strict=True))
+    returns, now, episodes = [], 0.0, np.split(reward, np.flatnonzero(~valid))
+    for r, is_valid in zip(reward, valid, strict=True):
+        now = r + run.checkpoint["args"]["gamma"] * is_valid * now
+        returns += [now] * int(is_valid)
+    state = run.checkpoint["reward_scale"]
+    assert state["count"] == len(returns) == run.steps()[-1] < len(reward)
+    assert (state["squares"] / state["count"]).item() == pytest.approx(np.var(returns), rel=1e-5)
+    logged = sum(line.get("charts/episodes", 0) * line.get("charts/episodic_return", 0) for line in run.lines)
+    done = sum(line.get("charts/episodes", 0) for line in run.lines)
+    assert done > 20 and logged == pytest.approx(sum(x.sum() for x in episodes[:done]), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ppo_continuous_action", "ppo_env_pool"])
+def test_entropy_is_that_of_the_policys_normal_distribution(train, monkeypatch, name):
+    script, log_std = load(name), torch.tensor([-1.0, 0.5])
+    init = script.ActorCritic.__init__
+
+    def set_std(self, *args):
+        init(self, *args)
+        self.log_std.data = log_std.clone()
+
+    monkeypatch.setattr(script.ActorCritic, "__init__", set_std)
+    (line,) = train(name, total_timesteps=64, num_minibatches=1, update_epochs=1).lines
+    expected = torch.distributions.Normal(torch.zeros(2), log_std.exp()).entropy().sum().item()
+    assert line["losses/entropy"] == pytest.approx(expected, rel=1e-5)
+
+
+# Initial weights
+
+
+def gains(net) -> list[float]:
+    """The singular values of each layer's weights, which are all the same where these are orthogonal."""
+    found = []
+    for layer in [x for x in net.modules() if hasattr(x, "weight")]:
+        values = torch.linalg.svdvals(layer.weight.detach().flatten(1))
+        assert values.max() == pytest.approx(values.min().item(), rel=1e-4) and not layer.bias.any()
+        found.append(values[0].item())
+    return found
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_continuous_action", "ppo_env_pool", "impala_ray", "a3c_ray", "ppo_ray"])
+def test_weights_are_orthogonal_with_the_gains_of_cleanrl(name):
+    script, root = load(name), 2**0.5
+    spaces = {"ppo": (3, 2), "ppo_continuous_action": (3, 2), "ppo_env_pool": (3, tiny_envs.CHOICE)}
+    agent = script.ActorCritic(*spaces.get(name, (tiny_envs.LINE, tiny_envs.CHOICE)))
+    assert gains(agent.actor) == pytest.approx([root, root, 0.01], rel=1e-4)
+    assert gains(agent.critic) == pytest.approx([root, root, 1.0], rel=1e-4)
+    if name.endswith("_ray"):
+        agent = script.ActorCritic(gym.spaces.Box(0, 255, (4, 84, 84), np.uint8), tiny_envs.CHOICE)
+        assert gains(agent.features) == pytest.approx([root] * 4, rel=1e-4)
+        assert gains(agent.actor) + gains(agent.critic) == pytest.approx([0.01, 1.0], rel=1e-4)
+
+
+# The log of those that have tests of their own
+
+
+@pytest.mark.parametrize("name", ["ppo_ray", "ppo_atari_envpool"])
+def test_line_is_of_the_last_epoch_and_says_how_much_values_explain(train, minibatches, monkeypatch, name):
+    script, seen, found = load(name), [], minibatches(name)
+    gae = script.gae
+    monkeypatch.setattr(script, "gae", lambda *x: (seen.append((x[1], gae(*x), x[4] == 1)), seen[-1][1])[1])
+    (line,) = train(name, **small_settings(name) | {"total_timesteps": 32, "clip_coef": 1e-3}).lines
+    assert_line_is_of(found[-2:], line, clip_coef=1e-3)
+    ((value, advantage, valid),) = seen
+    unexplained = (advantage[valid].var() / (advantage + value[:-1])[valid].var()).item()
+    assert line["losses/explained_variance"] == pytest.approx(1 - unexplained, rel=1e-3, abs=1e-3)

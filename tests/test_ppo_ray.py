@@ -119,6 +119,27 @@ def test_rewards_are_cut_down_to_learn():
     assert report["episodes"] == ours["episodes"] and raw[..., 0].min() < -1
 
 
+def test_all_rows_of_a_fragment_are_normalized():
+    """The first is the last one of the fragment before, by statistics that are newer."""
+    runner, weights = runner_of([1, 2], env_id="tiny_envs:Stream-v0", norm_obs=True)
+    norm, known, last = SCRIPT.RunningNorm((3,)), None, None
+    for version in range(3):
+        known = SCRIPT.moments(norm)
+        mean, std = (norm.mean.copy(), norm.std.copy()) if version else (0, 1)
+        report, (obs, _, _) = runner.sample(version, weights, known, NOTHING[1])
+        SCRIPT.merge(norm, *report["moments"][0])
+        if version:
+            np.testing.assert_allclose(obs[0] * std + mean, last, rtol=1e-4, atol=1e-5)
+        last = obs[-1] * std + mean
+
+
+def test_scaled_rewards_are_cut_down_to_ten():
+    runner, weights = runner_of([1, 2], norm_rewards=True)
+    tiny = 10**6, np.zeros(()), np.zeros(())
+    _, (_, _, rows) = runner.sample(0, weights, NOTHING[0], tiny)
+    assert rows[..., 0].min() == -10
+
+
 def test_a_reset_may_be_the_first_row_of_a_fragment():
     """After one whose last row ended an episode."""
     runner, weights = runner_of([1, 2, 3, 4], num_steps=3)
@@ -243,6 +264,74 @@ def test_learning_is_a_step_down_the_loss(env_id):
     assert np.array_equal(*weights)
 
 
+def naive_estimate(args, agent, fragment):
+    obs, _, rows = (torch.tensor(x) for x in fragment)
+    reward, terminated, truncated, valid, _ = rows.unbind(2)
+    with torch.no_grad():
+        value = agent(obs.flatten(0, 1))[1].view(obs.shape[:2])
+    advantage, last = torch.zeros_like(reward), torch.zeros(reward.shape[1])
+    for t in reversed(range(len(reward))):
+        delta = reward[t] + args.gamma * value[t + 1] * (1 - terminated[t]) - value[t]
+        goes_on = 1 - torch.maximum(terminated[t], truncated[t])
+        last = (delta + args.gamma * args.gae_lambda * goes_on * last) * valid[t]
+        advantage[t] = last
+    return value[:-1].flatten(), advantage.flatten()
+
+
+def naive_minibatch(args, agent, fragment, old_value, all_advantages, index):
+    """Equation (9) on the valid ones of these rows."""
+    obs, action, rows = (torch.tensor(x).flatten(0, 1) for x in (fragment[0][:-1], *fragment[1:]))
+    index = index[rows[index, 3] == 1]
+    output, value = agent(obs[index])
+    ratio = (agent.log_prob(output, action[index]) - rows[index, 4]).exp()
+    advantage = all_advantages[index]
+    returns = advantage + old_value[index]
+    if args.norm_adv:
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    surrogate = torch.min(ratio * advantage, ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef) * advantage)
+    error = (value - returns).square()
+    if args.clip_vloss:
+        change = (value - old_value[index]).clamp(-args.clip_coef, args.clip_coef)
+        error = torch.max(error, (old_value[index] + change - returns).square())
+    return (-surrogate + args.vf_coef * 0.5 * error - args.ent_coef * agent.entropy(output)).mean()
+
+
+@pytest.mark.parametrize("settings", [{}, {"norm_adv": False}, {"clip_vloss": False}], ids=str)
+def test_each_minibatch_is_a_step_down_its_loss(settings):
+    """Of two fragments, each in three epochs of two minibatches: values and policy move away from the old ones."""
+    name = in_float64(EAGER)
+    script, orders = load(name), []
+    settings = {"update_epochs": 3, "clip_coef": 0.02, "learning_rate": 2e-2, "ent_coef": 0.1} | settings
+    with helpers.default_type_of(name):
+        args = arguments(script, num_runners=0, **settings)
+        runner = script.Runner(args, [1, 2])
+        agent, optimizer, learn = script.make_learner(
+            args, runner.envs.observation_space, runner.envs.action_space, torch.device("cpu")
+        )
+        step, draw, now = optimizer.step, script.draw_permutations, {}
+
+        def note_orders(*x):
+            found = draw(*x)
+            now["indices"] = list(found.flatten(0, 1))
+            orders.extend(tuple(epoch.flatten().tolist()) for epoch in found)
+            return found
+
+        def check(gradients):
+            loss = naive_minibatch(args, agent, now["fragment"], *now["old"], now["indices"].pop(0))
+            expected = script.clip(torch.autograd.grad(loss, list(agent.parameters())), args.max_grad_norm)
+            for found, x in zip(gradients, expected, strict=True):
+                torch.testing.assert_close(found, x, rtol=1e-6, atol=1e-9)
+            step(gradients)
+
+        with mock.patch.object(optimizer, "step", check), mock.patch.object(script, "draw_permutations", note_orders):
+            for version in range(2):
+                now["fragment"] = runner.sample(version, script.get_weights(agent), *NOTHING)[1]
+                now["old"] = naive_estimate(args, agent, now["fragment"])
+                losses = learn([now["fragment"]])
+                assert not now["indices"] and losses[script.METRICS.index("losses/clipfrac")] > 0.1
+    assert len(set(orders)) == 6
+
+
 @pytest.mark.parametrize("settings", [{}, {"env_id": "tiny_envs:Reach-v0", **NORMALIZED}])
 def test_run_is_reproduced_to_the_last_bit_without_ray(train, settings):
     """And all of its updates see the policy that acted; its shares of time are whole."""
@@ -302,6 +391,13 @@ def test_checkpoint_has_what_a_policy_and_a_longer_run_need(train):
     )
 
 
+def test_checkpoint_has_the_statistics_of_all_rewards(train):
+    run = train(env_id="tiny_envs:Reach-v0", total_timesteps=192, **NORMALIZED)
+    assert run.checkpoint["reward_norm"]["count"] == run.steps()[-1]
+    on = helpers.call("ppo_ray", resume=str(run.run_dir), device="cpu", total_timesteps=384)
+    assert on.checkpoint["reward_norm"]["count"] == on.steps()[-1] > run.steps()[-1]
+
+
 def test_frames_are_learnt_from(train, capfd):
     """EnvPool's stacks of bytes go through the network as they are."""
     settings = {"env_id": "Pong-v5", "num_steps": 4}
@@ -335,6 +431,12 @@ def test_two_runners_learn_the_same_twice(train):
             assert line["runners/staleness_max"] == line["runners/late"] == 0
             del line["runners/queue"]
     assert same(first, second)
+
+
+@on_ray
+def test_statistics_are_those_of_all_runners(train):
+    run = train(num_runners=2, env_id="tiny_envs:Reach-v0", total_timesteps=256, **NORMALIZED)
+    assert run.checkpoint["obs_norm"]["count"] == 256 > run.checkpoint["reward_norm"]["count"] == run.steps()[-1]
 
 
 @on_ray

@@ -15,6 +15,7 @@ from unittest import mock
 
 import gymnasium as gym
 import helpers
+import numpy as np
 import pytest
 import tiny_envs
 import torch
@@ -25,6 +26,7 @@ from benchmarks.common.pairs import TABLE
 
 each_script = pytest.mark.parametrize("name", EAGER)
 each_kind = pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
+over_ray = [eager.stem for eager, _ in helpers.PAIRS if hasattr(load(eager.stem).Args, "num_runners")]
 
 
 def command(name: str, *arguments: str) -> Path:
@@ -312,6 +314,26 @@ def test_ctrl_c_reaches_a_run_with_worker_processes(tmp_path):
     assert run.checkpoint["global_step"] == run.steps()[-1]
 
 
+# The policy of a checkpoint
+
+
+@pytest.mark.parametrize("name", EAGER + over_ray)
+def test_policy_of_a_checkpoint_acts_within_the_action_space(train, name):
+    """Whose first action is number 5, or whose bounds differ by dimension."""
+    script, settings = load(name), helpers.small_settings(name)
+    both = has_pool(name) or name in ("impala_ray", "ppo_ray", "a3c_ray")
+    own = [{"env_id": env_id} for env_id in ("tiny_envs:Choose-v0", "tiny_envs:Reach-v0")]
+    for more in own if both else [{}]:
+        run = train(name, **settings | more)
+        args = script.Args(**run.checkpoint["args"])
+        seeds = [1] * (getattr(args, "num_envs", None) or getattr(args, "envs_per_runner", 1))
+        envs = script.Pool(args, [1]) if has_pool(name) else script.Envs(args, seeds)
+        obs = 100 * np.random.default_rng(1).normal(size=(500, 3)).astype(np.float32)
+        actions = script.load_policy(run.checkpoint, envs)(obs)
+        assert all(envs.action_space.contains(np.asarray(x, envs.action_space.dtype)) for x in actions)
+        envs.close()
+
+
 # What breaks on the way
 
 
@@ -523,7 +545,6 @@ def test_resumed_run_keeps_its_settings(resume_refused, train, monkeypatch, name
 
 
 CHANGES = {"target_kl": 1e-6, "gradient_steps": 2, "ent_coef": 0.3, "epsilon_end": 0.7, "max_grad_norm": 1e-3}
-over_ray = [eager.stem for eager, _ in helpers.PAIRS if hasattr(load(eager.stem).Args, "num_runners")]
 
 
 @pytest.mark.parametrize("name", EAGER + over_ray)

@@ -1,23 +1,23 @@
 """Every setting of an algorithm counts: with another value, something else is learnt."""
 
-import importlib
 import re
 from dataclasses import fields
 from functools import cache
-from pathlib import Path
 
 import helpers
 import pytest
 import torch
 from helpers import load
 
-from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import SCRIPTS
 
 # Integers among them; others are sizes, which may be bound to each other
 INTEGERS = "update_epochs", "policy_frequency", "target_network_frequency", "n_step", "batch_updates"
 # What does not change what is learnt, or not by itself
 LEFT_OUT = {"save_replay", "alpha"}
+# Those of Adam that are no setting: PPO's are those of CleanRL
+ADAM_EPS = {"dqn": 1e-8, "sac_continuous_action": 1e-8, "td3_continuous_action": 1e-8, "apex_dqn_ray": 1e-8}
+ADAM_EPS |= {"impala_ray": 1e-3, "a3c_ray": 1e-3}  # --adam-eps
 # Large steps, so that ratios and values reach the bounds at which they are clipped
 LARGE = {"learning_rate": 0.03}
 
@@ -33,11 +33,8 @@ def own_settings(name: str) -> list[str]:
 
 @cache
 def small(name: str) -> dict:
-    """Flags for a short run; a script over Ray runs in this process."""
-    is_over_ray = hasattr(load(name).Args, "num_runners")
-    own = importlib.import_module(Path(TABLE[name].own_tests).stem).SMALL if is_over_ray else {}
     large = {key: value for key, value in LARGE.items() if hasattr(load(name).Args, key)}
-    return own | large | ({"num_runners": 0} if is_over_ray else {})
+    return helpers.small_settings(name) | large
 
 
 def learnt(run: helpers.Outcome) -> list[torch.Tensor]:
@@ -63,3 +60,12 @@ def test_each_setting_counts(train, name):
         again = learnt(train(name, **flags | {setting: changed(defaults[setting], setting)}))
         silent += [setting] * all(map(torch.equal, first, again))
     assert not silent
+
+
+@pytest.mark.parametrize("name", [eager.stem for eager, _ in helpers.PAIRS])
+def test_adam_has_the_eps_of_its_script(train, monkeypatch, name):
+    script, found = load(name), []
+    init = script.Adam.__init__
+    monkeypatch.setattr(script.Adam, "__init__", lambda adam, *x, **y: (init(adam, *x, **y), found.append(adam.eps))[0])
+    train(name, **helpers.small_settings(name))
+    assert set(found) == {ADAM_EPS.get(name, 1e-5)}
