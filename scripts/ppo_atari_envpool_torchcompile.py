@@ -28,6 +28,7 @@ Reading order: settings, networks, formulas, then `train`, the algorithm. Below 
 import contextlib
 import ctypes
 import difflib
+import importlib.util
 import json
 import math
 import os
@@ -778,10 +779,11 @@ def validate(args: Args) -> torch.device:
         if type(value) in (int, float) and not (least <= value <= most and math.isfinite(value)):
             bound = f" and at most {most}" if most < math.inf else " and finite" * (type(value) is float)
             fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}")
-    if vars(args).get("sync_envs") and args.env_backend == "envpool":
-        fail("--sync-envs is for Gymnasium's environments; EnvPool's step in threads")
-    if vars(args).get("async_envs") and vars(args).get("env_backend") == "envpool":
-        fail("--async-envs is for Gymnasium's environments; EnvPool's step in threads")
+    for how in ("sync", "async"):
+        if vars(args).get(f"{how}_envs") and vars(args).get("env_backend") == "envpool":
+            fail(f"--{how}-envs is for Gymnasium's environments; EnvPool's step in threads")
+    if args.track and not importlib.util.find_spec("wandb"):
+        fail("--track sends to Weights & Biases: pip install wandb")
     try:
         device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         if device.type not in ("cpu", "cuda"):
@@ -945,11 +947,12 @@ class Run:
             fail(f"another process is training {self.dir}: end it first")
         git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
         commit = subprocess.getoutput(git) or None
+        blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
         if not self.args.resume:
             packages = ("torch", "tensordict", "gymnasium", "envpool", "numpy")
             values = {
                 "script": Path(__file__).name,
-                "blob": subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None,
+                "blob": blob,
                 "args": asdict(self.args),
                 "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
                 "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
@@ -960,6 +963,8 @@ class Run:
             }
         else:
             values, now = json.loads(config.read_text()), json.loads(json.dumps(asdict(self.args)))
+            if values.get("blob", blob) != blob:
+                print("note: this file has changed since the run began; the run keeps its settings", file=sys.stderr)
             parts, before = values.get("resumed", []), values.get("args", {}) | {"resume": now["resume"]}
             for part in parts:
                 before |= part.get("changed", {})

@@ -306,7 +306,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         return explained_variance, *(x.flatten(0, 1) for x in rows)
 
     def gradient(index: Tensor, spread: Tensor, *batch: Tensor) -> Tensor:
-        """One vector of sums over rows `index` (M,): loss gradient (P,), METRICS, number of valid rows."""
+        """One vector of sums over rows `index` (M,): number of valid rows, loss gradient (P,), METRICS."""
         obs, action, old_log_prob, old_value, advantage, returns, valid = (x[index] for x in batch)
         output, value = agent(obs)
         log_ratio = agent.log_prob(output, action) - old_log_prob
@@ -320,15 +320,15 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         kl = masked_mean(-log_ratio, valid), masked_mean(ratio - 1 - log_ratio, valid)
         clipfrac = masked_mean(((ratio - 1).abs() > args.clip_coef).float(), valid)
         losses = torch.stack([policy_loss, value_loss, entropy, *kl, clipfrac]).detach()
-        return torch.cat([*(x.reshape(-1) for x in gradients), losses, torch.ones_like(losses[:1])]) * valid.sum()
+        return torch.cat([x.reshape(-1) for x in (valid.new_ones(1), *gradients, losses)]) * valid.sum()
 
     def descend(sums: Tensor) -> Tensor:
         """One step of Adam with such sums from all learners -> the means of METRICS."""
-        means = sums / sums[-1].clamp(min=1)
+        means = sums[1:] / sums[0].clamp(min=1)
         num_weights = sum(optimizer.sizes)
         parts = zip(means[:num_weights].split(optimizer.sizes), optimizer.weights, strict=True)
         optimizer.step(clip([x.view_as(weight) for x, weight in parts], args.max_grad_norm))
-        return means[num_weights:-1]
+        return means[num_weights:]
 
     def update_minibatch(index: Tensor, spread: Tensor, *batch: Tensor) -> Tensor:
         """Learn from a minibatch. Several learners exchange one vector, and take the same step."""
@@ -428,8 +428,8 @@ def mlp(inputs: int, outputs: int, output_gain: float) -> nn.Sequential:
         nn.Linear(64, 64), nn.Tanh(),
         nn.Linear(64, outputs),
     )  # fmt: skip
-    for layer, gain in zip(net[::2], (math.sqrt(2), math.sqrt(2), output_gain), strict=True):
-        nn.init.orthogonal_(layer.weight, gain)
+    for layer in (layers := [layer for layer in net if isinstance(layer, nn.Linear)]):
+        nn.init.orthogonal_(layer.weight, output_gain if layer is layers[-1] else math.sqrt(2))
         nn.init.zeros_(layer.bias)
     return net
 
@@ -1683,10 +1683,11 @@ def validate(args: Args) -> torch.device:
         if type(value) in (int, float) and not (least <= value <= most and math.isfinite(value)):
             bound = f" and at most {most}" if most < math.inf else " and finite" * (type(value) is float)
             fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}")
-    if vars(args).get("sync_envs") and args.env_backend == "envpool":
-        fail("--sync-envs is for Gymnasium's environments; EnvPool's step in threads")
-    if vars(args).get("async_envs") and vars(args).get("env_backend") == "envpool":
-        fail("--async-envs is for Gymnasium's environments; EnvPool's step in threads")
+    for how in ("sync", "async"):
+        if vars(args).get(f"{how}_envs") and vars(args).get("env_backend") == "envpool":
+            fail(f"--{how}-envs is for Gymnasium's environments; EnvPool's step in threads")
+    if args.track and not importlib.util.find_spec("wandb"):
+        fail("--track sends to Weights & Biases: pip install wandb")
     try:
         device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         if device.type not in ("cpu", "cuda"):
@@ -1850,11 +1851,12 @@ class Run:
             fail(f"another process is training {self.dir}: end it first")
         git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
         commit = subprocess.getoutput(git) or None
+        blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
         if not self.args.resume:
             packages = ("torch", "tensordict", "gymnasium", "envpool", "numpy")
             values = {
                 "script": Path(__file__).name,
-                "blob": subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None,
+                "blob": blob,
                 "args": asdict(self.args),
                 "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
                 "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
@@ -1865,6 +1867,8 @@ class Run:
             }
         else:
             values, now = json.loads(config.read_text()), json.loads(json.dumps(asdict(self.args)))
+            if values.get("blob", blob) != blob:
+                print("note: this file has changed since the run began; the run keeps its settings", file=sys.stderr)
             parts, before = values.get("resumed", []), values.get("args", {}) | {"resume": now["resume"]}
             for part in parts:
                 before |= part.get("changed", {})

@@ -42,8 +42,12 @@ gym.register("OwnStream-v0", Stream)
 Change = tuple[str, str]  # text of the script, what is to stand there
 
 
+def source_of(name: str) -> str:
+    return (ROOT / "scripts" / f"{name}.py").read_text()
+
+
 def changed(name: str, *changes: Change) -> str:
-    source = (ROOT / "scripts" / f"{name}.py").read_text()
+    source = source_of(name)
     for old, new in changes:
         assert old in source, f"{name}.py has no line {old!r}"
         source = source.replace(old, new, 1)
@@ -608,6 +612,81 @@ def test_policy_that_acts_otherwise_than_it_learns_is_refused(copy, train_copy, 
     assert not (tmp_path / "copy_run0").exists()
 
 
+THRICE = "net = numpy_mlp({}); {} = lambda x: net(3 * x)"
+
+
+@pytest.mark.parametrize(
+    ("name", "acts", "forward", "kind", "part"),
+    [
+        ("ppo", "policy = numpy_mlp(collector.actor)", "self.actor(obs).log_softmax(1)", "ActorCritic", "agent"),
+        ("ppo_continuous_action", "policy = numpy_mlp(collector.actor)", "self.actor(obs)", "ActorCritic", "agent"),
+        ("dqn", "q_values = numpy_mlp(actor.net)", "self.net(obs)", "QNetwork", "network"),
+    ],
+)
+def test_policy_of_a_checkpoint_is_that_of_forward(copy, train_copy, tmp_path, name, acts, forward, kind, part):
+    """A copy in which `forward` and the policy that acts are changed alike is evaluated as it learnt."""
+    function, _, net = acts.rstrip(")").replace("numpy_mlp(", "").partition(" = ")
+    changes = (forward, forward.replace("(obs)", "(3 * obs)")), (acts, THRICE.format(net, function))
+    module = copy(name, *changes)
+    train_copy(module, name, **quick(name))
+    checkpoint = torch.load(tmp_path / "copy_run0" / "checkpoint.pt", weights_only=True)
+    envs = module.Envs(module.Args(**checkpoint["args"] | {"num_envs": 1}), [1])
+    actions = envs.action_space
+    network = getattr(module, kind)(envs.obs_dim, 2 if name == "ppo_continuous_action" else int(actions.n))
+    network.load_state_dict(checkpoint[part])
+    obs = np.random.default_rng(1).normal(size=(1000, envs.obs_dim)).astype(np.float32)
+    policy = module.load_policy(checkpoint, envs)
+    if name == "ppo_continuous_action":
+        norm = module.RunningNorm((envs.obs_dim,))
+        norm.load_state_dict(checkpoint["obs_norm"])
+        expected = network(torch.from_numpy(norm(obs)).float())[0].detach().numpy().clip(actions.low, actions.high)
+    else:
+        output = network(torch.from_numpy(obs))
+        expected = actions.start + (output[0] if name == "ppo" else output).argmax(1).numpy()
+    np.testing.assert_allclose(policy(obs), expected, rtol=1e-4, atol=1e-6)
+    envs.close()
+
+
+@pytest.mark.parametrize("name", ["ppo", "dqn"])
+def test_the_best_policy_is_kept_as_the_page_says(copy, train_copy, tmp_path, name):
+    """docs/use.md: the one with the highest mean of the last 100 returns."""
+    lines = re.search(r"```python\n( +if len\(run.returns\).*?)```", (ROOT / "docs/use.md").read_text(), re.DOTALL)[1]
+    log = re.search(r"\n +run\.log\(.*\n", source_of(name))[0]
+    lines = lines.replace("\n", "\n    ") if name == "dqn" else lines
+    module = copy(
+        name,
+        ("    run.open(", "    best = -math.inf\n    run.open("),
+        (log, log + ("    " * (name == "dqn") + lines).rstrip() + "\n"),
+        ("import shlex", "import shlex\nimport shutil"),
+    )
+    train_copy(module, name, total_timesteps=1500, **({} if name == "ppo" else {"learning_starts": 50}))
+    best, last = (torch.load(tmp_path / f"copy_run0/{x}.pt", weights_only=True) for x in ("best", "checkpoint"))
+    assert 0 < best["global_step"] <= last["global_step"]
+
+
+@pytest.mark.parametrize("layer", ["nn.Linear(64, 64), nn.Tanh()", "nn.LayerNorm(64)"])
+def test_a_layer_more_begins_orthogonal_and_the_last_one_small(copy, train_copy, layer):
+    module = copy("ppo", ("nn.Linear(64, outputs),", f"{layer}, nn.Linear(64, outputs),"))
+    train_copy(module, "ppo")
+    layers = [x for x in module.mlp(3, 2, output_gain=0.01) if isinstance(x, nn.Linear)]
+    found = [torch.linalg.svdvals(x.weight).mean().item() for x in layers]
+    assert found == pytest.approx([2**0.5] * (len(layers) - 1) + [0.01], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["impala_ray", "a3c_ray"])
+def test_a_metric_more_changes_no_other(copy, tmp_path, name):
+    """Wherever it is added, it is a mean over the rows that count."""
+    metrics = re.search(r"stack\(\[(policy_loss, value_loss, entropy.*?)\]\)", source_of(name))[1]
+    module, logs = copy(name, (metrics, f"{metrics}, 7 * valid.sum()")), []
+    module.METRICS += ("losses/seven",)
+    for script in (load(name), module):
+        run_dir = tmp_path / script.__name__
+        script.train(script.Args(**helpers.small_settings(name) | {"run_dir": str(run_dir), "device": "cpu"}))
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        logs.append([{k: v for k, v in line.items() if k.startswith("losses/")} for line in lines])
+    assert all(line.pop("losses/seven") == pytest.approx(7) for line in logs[1]) and logs[0] == logs[1]
+
+
 NO_LOG_STD = "self.actor(obs), self.log_std, "
 
 
@@ -640,6 +719,23 @@ def test_critics_with_dropout_and_a_parameter_of_their_own(copy, train_copy, nam
     for twin in (name, f"{name}_torchcompile"):
         log = train_copy(copy(twin, *changes), twin, **quick(name), **({} if twin == name else {"compile": False}))
         assert all(np.isfinite(list(log[-1].values()))) and log[-1]["losses/qf1_loss"] != log[-1]["losses/qf2_loss"]
+
+
+@pytest.mark.parametrize("name", ["sac_continuous_action", "td3_continuous_action"])
+@pytest.mark.parametrize("twin", ["", "_torchcompile"])
+def test_targets_in_eval_mode_have_no_dropout(copy, train_copy, name, twin):
+    """While the critics that learn have it."""
+    line = "            next_q = q_values(target_critics, next_obs, next_action).amin(0)"
+    twice = "(q_values({0}, next_obs, next_action) == q_values({0}, next_obs, next_action)).all()"
+    check = f"assert {twice.format('target_critics')} and not {twice.format('critics')}"
+    targets = re.search(r"\n    (alpha_optimizer, )?target_weights = .*", source_of(name + twin))[0]
+    module = copy(
+        name + twin,
+        ("nn.Linear(256, 1),", "nn.Dropout(0.5), nn.Linear(256, 1),"),
+        (targets, f"{targets}\n    target_critics.eval()"),
+        (line, f"            {check}\n{line}"),
+    )
+    train_copy(module, name, **quick(name), **({"compile": False} if twin else {}))
 
 
 def test_layers_that_look_at_the_whole_batch_cannot_act(copy, train_copy, capsys):

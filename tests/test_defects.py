@@ -2,7 +2,9 @@
 
 import ast
 import errno
+import importlib.util
 import io
+import json
 import math
 import os
 import signal
@@ -520,6 +522,23 @@ def test_runs_of_one_name_are_two_in_weights_and_biases(monkeypatch, tmp_path):
     first, second, again = wandb.calls
     assert first["id"] != second["id"] and first["name"] == second["name"] == "seed1"
     assert again["id"] == first["id"] and again["resume"] == "allow"
+
+
+def test_weights_and_biases_that_is_not_installed_is_refused(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(SystemExit) as end:
+        helpers.train("ppo", tmp_path / "run", track=True)
+    assert end.value.code == 2 and "pip install wandb" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_a_file_that_has_changed_since_its_run_began_is_told_of(tmp_path, capsys):
+    """Defaults that were edited do not count in a run that goes on."""
+    run = helpers.train("ppo", tmp_path / "run", total_timesteps=64)
+    config = run.run_dir / "config.json"
+    for blob, is_told in ((json.loads(config.read_text())["blob"], False), ("0" * 40, True)):
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"blob": blob}))
+        helpers.resume("ppo", run.run_dir)
+        assert ("this file has changed since the run began" in capsys.readouterr().err) == is_told
 
 
 # Signals

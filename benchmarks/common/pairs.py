@@ -178,7 +178,7 @@ TABLE = {
         own_tests="test_impala.py",
         most_changes=45,  # an update is one function, or two with a sum over learners in between
         most_above=420,
-        most_lines=1600,  # runners and learners of Ray
+        most_lines=1605,  # runners and learners of Ray
         own_texts=("warn_of_pixels",),  # it has convolutions for them
     ),
     "ppo_ray": Pair(
@@ -187,7 +187,7 @@ TABLE = {
         own_tests="test_ppo_ray.py",
         most_changes=45,  # a minibatch update is one function, or two with a sum over learners in between
         most_above=420,
-        most_lines=1825,  # runners and learners of Ray, environments that do not wait for each other
+        most_lines=1830,  # runners and learners of Ray, environments that do not wait for each other
         own_texts=("warn_of_pixels",),  # it has convolutions for them
     ),
     "apex_dqn_ray": Pair(

@@ -88,7 +88,8 @@ def render(pair: str, is_coloured: bool) -> str:
     found = hunks(pair)
     changed = [line for hunk in found for line in hunk.lines if line[0] != " "]
     reasons = [reason for hunk in found for reason in hunk.reasons()]
-    lines = [f"{pair}.py and {pair}{SUFFIX}.py differ in {len(changed)} lines, for {len(reasons)} reasons:", ""]
+    what = f"{len(changed)} lines of code, for {len(reasons)} reasons"
+    lines = [f"{pair}.py and {pair}{SUFFIX}.py differ in {what} (README counts those of the docstrings, too):", ""]
     for i, reason in enumerate(reasons, 1):
         wrapped = textwrap.fill(reason, WIDTH, initial_indent=f"{i}. ", subsequent_indent="   ")
         lines.append(paint(wrapped, "#", is_coloured))
