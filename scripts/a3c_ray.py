@@ -13,7 +13,7 @@ reinforcement learning", https://doi.org/10.1038/nature14236.
 
     python a3c_ray.py --env-id CartPole-v1 --num-runners 2                        # A2C
     python a3c_ray.py --env-id CartPole-v1 --num-runners 2 --no-sync-gradients    # A3C
-    python a3c_ray.py --ray-address auto --num-runners 64    # on a cluster, after `ray start` on each
+    python a3c_ray.py --ray-address auto --num-runners 64    # on a cluster (`ray start` on each node)
 
 Its compiled twin is `a3c_ray_torchcompile.py`; a diff of the two shows every change that compiling needs.
 Shapes: T = fragment_steps, V = envs_per_runner, O = size of an observation, A = number of actions, or size of an action
@@ -88,7 +88,7 @@ class Args:
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete or Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool where it is faster and knows the id
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several, if it knows the id
     async_envs: bool = False  # runners step Gymnasium environments in worker processes: pays if steps take milliseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps in the whole run, rounded up to whole gradients
@@ -101,7 +101,7 @@ class Args:
     gpus_per_runner: float = 0.0  # GPUs per runner; may be fractional; policies on frames then run there
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
     runner_restarts: int = 100  # replacements of dead runners allowed in a run; one more death ends it
-    fragment_timeout: float = 300.0  # seconds without a fragment from any runner after which the run ends
+    fragment_timeout: float = 300.0  # seconds until a silent runner is replaced; if all are, the run ends
 
     # A2C, A3C
     sync_gradients: bool = True  # A2C: one step with the mean gradient of all runners; else A3C: one step per gradient
@@ -224,7 +224,7 @@ class ActorCritic(nn.Module):
         return space.start + action if self.is_discrete else action.clip(space.low.ravel(), space.high.ravel())
 
     def noise(self, rng: np.random.Generator, *shape: int) -> np.ndarray:
-        """Noise (*shape, A) for the actor's output: the sum is a sample; of logits plus Gumbel noise, the argmax is."""
+        """Noise (*shape, A) to add to the actor's output: the sum, or for logits its argmax, is a sampled action."""
         if self.is_discrete:
             return rng.gumbel(size=(*shape, self.outputs)).astype(np.float32)
         return rng.standard_normal((*shape, self.outputs), dtype=np.float32) * self.log_std.detach().exp().cpu().numpy()
@@ -279,7 +279,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         output, value = output.view(*obs.shape[:2], -1)[:-1], value.view(obs.shape[:2])
         advantage = n_step_advantage(reward, value.detach(), terminated, truncated, valid, args.gamma)
         policy_loss = -(agent.log_prob(output, action) * advantage).sum()
-        # The target is the return: the advantage plus the value that it subtracts
+        # The target is the n-step return: advantage + value, held fixed
         value_loss = 0.5 * ((value[:-1] - value[:-1].detach() - advantage).square() * valid).sum()
         entropy = (agent.entropy(output) * valid).sum()
         loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy

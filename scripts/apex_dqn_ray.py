@@ -19,12 +19,12 @@ Its compiled twin is `apex_dqn_ray_torchcompile.py`; a diff of the two shows eve
 Shapes: T = fragment_steps, V = envs_per_runner, n = n_step, B = batch_size, O = size of an observation, F = frames in
 it (1 if it is a vector), A = number of actions, P = number of parameters.
 
-Runners step environments, each environment with its own share of random actions, and send fragments: T transitions of V
-environments, with n-step returns and initial priorities. The learner (this process) keeps the newest and learns from
-samples drawn by priority, a fixed number per new transition. --num-runners 0: all in this process, reproducibly.
+Runners step environments, each with its own epsilon (probability of a random action), and send fragments: T transitions
+of V environments, with n-step returns and initial priorities. The learner (this process) keeps the newest fragments and
+learns from samples by priority, a fixed number per transition. --num-runners 0: all in this process, reproducibly.
 
 Departures from the paper: Adam instead of RMSProp; a new fragment replaces the oldest at once; each request to a runner
-carries weights. Logged returns come only from environments that act at random in less than 1 % of their steps.
+carries weights. Logged returns are those of environments with an epsilon below 1 %, and of the smallest one.
 
 Reading order: settings, network, formulas; `PrioritizedReplay`, `Runner`; `train`, which joins them. Then plumbing.
 """
@@ -86,7 +86,7 @@ class Args:
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool where it is faster and knows the id
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several, if it knows the id
     async_envs: bool = False  # runners step Gymnasium environments in worker processes: pays if steps take milliseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 500_000  # environment steps in the whole run, rounded up to whole fragments
@@ -100,7 +100,7 @@ class Args:
     gpus_per_runner: float = 0.0  # GPUs per runner; may be fractional; policies on frames then run there
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
     runner_restarts: int = 100  # replacements of dead runners allowed in a run; one more death ends it
-    fragment_timeout: float = 300.0  # seconds without a fragment from any runner after which the run ends
+    fragment_timeout: float = 300.0  # seconds until a silent runner is replaced; if all are, the run ends
 
     # Ape-X
     fragment_steps: int = 64  # steps of each environment in a fragment
@@ -114,7 +114,7 @@ class Args:
     learning_starts: int = 10_000  # environment steps before the first update
     samples_per_insert: float = 8.0  # transitions sampled per transition added; neither acting nor learning runs ahead
     epsilon_base: float = 0.4  # share of random actions in the environment that explores most
-    epsilon_exponent: float = 7.0  # the environment that explores least has the share epsilon_base ** (1 + this)
+    epsilon_exponent: float = 7.0  # the environment that explores least has epsilon_base ** (1 + this)
     priority_exponent: float = 0.6  # alpha in the paper; 0 draws all transitions with equal probability
     importance_exponent: float = 0.4  # beta in the paper; 1 fully corrects for the unequal probabilities
     double_dqn: bool = True  # choose the next action with the online network, not with the target network
@@ -235,9 +235,9 @@ class PrioritizedReplay:
         self.tree[leaf] = np.where(priority > 0, priority**self.args.priority_exponent, 0)  # 0**0 would be 1
 
     def sample(self, count: int) -> tuple[np.ndarray, ...] | None:
-        """`count` batches, N rows in all: places (N,), observations (N, O), those after the returns (N, O), and (N, 4):
+        """`count` batches, N rows in all: places (N,), observations (N, O), those after the return (N, O), rows (N, 4).
 
-        action, n-step return, discount, importance weight (section 3.4 of Schaul et al.). None if nothing is stored.
+        A row: action, n-step return, discount, importance weight (section 3.4 of Schaul et al.). None if it is empty.
         """
         if not self.tree.sums[1]:
             return None
@@ -307,7 +307,7 @@ class Runner:
         self.rows, new = rows[-before:], rows[before:]
         done = new["terminated"] | new["truncated"]
         episodes, ended = self.statistics.update(new["reward"], done, new["valid"]), np.argwhere(done)[:, 1]
-        greedy = (epsilon < 0.01) | (number == total - 1)  # or the one that explores least
+        greedy = (epsilon < 0.01) | (number == total - 1)  # whose returns are logged
         report = {"version": version, "steps": int(new["valid"].sum())}
         report["episodes"] = [x for env, x in zip(ended, episodes, strict=True) if greedy[env]]
         others = [x for env, (x, _) in zip(ended, episodes, strict=True) if not greedy[env]]
@@ -322,7 +322,7 @@ def to_fragment(rows: np.ndarray, n: int, num_frames: int, gamma: float, clip_re
     """Rows (F - 1 + T + n, V) of steps -> frames, their ages, and (T, V, 5): action, return, discount, steps, priority.
 
     The priority is the absolute temporal difference with the values computed when acting (section 3). Each frame is
-    stored once: its stack is rebuilt from the rows before it, as many as belong to its episode, which is its age.
+    stored once: its stack is rebuilt from it and those before it. Its age says how many of these are of its episode.
     """
     reward = rows["reward"].clip(-1, 1) if clip_rewards else rows["reward"]
     known = (x[num_frames - 1 :] for x in (reward, rows["terminated"], rows["truncated"]))

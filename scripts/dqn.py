@@ -77,7 +77,7 @@ class Args:
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool where it is faster and knows the id
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several, if it knows the id
     sync_envs: bool = False  # step several environments in this process: best where a step takes microseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 500_000  # environment steps in the whole run
@@ -164,8 +164,8 @@ def train(args: Args) -> Path:
 
     buffers = {"buffer": buffer} if args.save_replay else {}
     run.open(envs, network=network, target_network=target_network, optimizer=optimizer, **buffers)
-    actor.load_state_dict(network.state_dict())  # as it is in the checkpoint
-    run.num_updates = run.step // args.train_frequency  # likewise, unless --override changed the frequency
+    actor.load_state_dict(network.state_dict())  # the weights as loaded
+    run.num_updates = run.step // args.train_frequency  # as saved, unless --override changed the frequency
     losses, steps_per_move = None, args.target_network_frequency // args.train_frequency
     episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
     obs, done = envs.reset(), np.zeros(args.num_envs, dtype=bool)

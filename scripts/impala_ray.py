@@ -13,14 +13,14 @@ https://arxiv.org/abs/1802.01561; the network for frames: Mnih et al. (2015), ht
     python impala_ray.py --env-id CartPole-v1 --num-runners 2 --envs-per-runner 16
     python impala_ray.py --env-id Pong-v5 --learning-rate 6e-4 --adam-eps 1e-5
         --ent-coef 0.01 --clip-rewards
-    python impala_ray.py --ray-address auto --num-runners 64    # on a cluster, after `ray start` on each
+    python impala_ray.py --ray-address auto --num-runners 64    # on a cluster (`ray start` on each node)
 
 Its compiled twin is `impala_ray_torchcompile.py`; a diff of the two shows every change that compiling needs.
 Shapes: T = fragment_steps, V = envs_per_runner, N = V * batch_fragments, O = size of an observation, A = number of
 actions, or size of an action of a Box, P = number of parameters.
 
 Runners step environments with a policy that may be some updates old, and send fragments: T steps of V environments with
-the probabilities of the actions. The learner (this process) uses V-trace to correct for policy changes since then. With
+the probabilities of the actions. V-trace lets the learner (this process) use the data of such an older policy. With
 --num-runners 0, everything runs in this process, one step after another, reproducibly and without Ray.
 
 Departures from the paper: Adam instead of RMSProp, means instead of sums, no LSTM; a truncated episode bootstraps from
@@ -86,7 +86,7 @@ class Args:
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete or Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool where it is faster and knows the id
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several, if it knows the id
     async_envs: bool = False  # runners step Gymnasium environments in worker processes: pays if steps take milliseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps in the whole run, rounded up to whole batches
@@ -102,7 +102,7 @@ class Args:
     gpus_per_learner: float = 0.0  # GPUs per learner, except for this process, which uses --device
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
     runner_restarts: int = 100  # replacements of dead runners allowed in a run; one more death ends it
-    fragment_timeout: float = 300.0  # seconds without a fragment from any runner after which the run ends
+    fragment_timeout: float = 300.0  # seconds until a silent runner is replaced; if all are, the run ends
 
     # IMPALA
     fragment_steps: int = 32  # steps of each environment in a fragment
@@ -219,7 +219,7 @@ class ActorCritic(nn.Module):
         return space.start + action if self.is_discrete else action.clip(space.low.ravel(), space.high.ravel())
 
     def noise(self, rng: np.random.Generator, *shape: int) -> np.ndarray:
-        """Noise (*shape, A) for the actor's output: the sum is a sample; of logits plus Gumbel noise, the argmax is."""
+        """Noise (*shape, A) to add to the actor's output: the sum, or for logits its argmax, is a sampled action."""
         if self.is_discrete:
             return rng.gumbel(size=(*shape, self.outputs)).astype(np.float32)
         return rng.standard_normal((*shape, self.outputs), dtype=np.float32) * self.log_std.detach().exp().cpu().numpy()
@@ -246,7 +246,7 @@ def vtrace(
 
     `log_ratio` is log(pi / mu): pi is the policy that learns, mu the one that acted. An episode's end cuts the trace;
     value[t + 1] is then that of its true last observation, from which a truncated episode bootstraps. Invalid rows
-    (resets) have no temporal difference, so v equals the value there, as the advantage of the row before requires.
+    (resets) have no temporal difference, so v is the value there, from which the row before bootstraps.
     """
     ratio, discount = log_ratio.exp(), gamma * (1 - terminated)
     rho = ratio.clamp(max=rho_bar) * valid
@@ -319,7 +319,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
     num_weights = sum(optimizer.sizes)
 
     def gradient(obs: Tensor, action: Tensor, rows: Tensor) -> Tensor:
-        """One vector of sums over rows: 1, which counts the valid rows, gradient of the loss (P,), and METRICS.
+        """One vector of sums over rows: number of valid rows, gradient of the loss (P,), METRICS.
 
         From obs (T + 1, N, O), action (T, N[, A]), rows (T, N, 5): reward, terminated, truncated, valid, log-prob..
         """

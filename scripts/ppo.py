@@ -77,10 +77,10 @@ class Args:
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool where it is faster and knows the id
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several, if it knows the id
     sync_envs: bool = False  # step several environments in this process: best where a step takes microseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
-    total_timesteps: int = 500_000  # environment steps in the whole run, with resets, rounded down to whole rollouts
+    total_timesteps: int = 500_000  # environment steps, rows of resets included, rounded down to whole rollouts
     num_envs: int = 4  # environments side by side
 
     # PPO
@@ -179,7 +179,7 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean squared error; per row the larger of unclipped and clipped (within `clip_coef` of the old one)."""
+    """Half the mean over rows of the larger squared error: that of the value, or of the value clipped near the old."""
     error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)

@@ -76,7 +76,7 @@ class Args:
     # environment
     env_id: str = "Breakout-v5"  # any Atari game of EnvPool
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
-    total_timesteps: int = 10_000_000  # environment steps in the whole run, with resets, rounded down to whole rollouts
+    total_timesteps: int = 10_000_000  # environment steps, rows of resets included, rounded down to whole rollouts
     num_envs: int = 8  # environments side by side
     async_envs: bool = True  # if num_envs is even: half of the games step while the policy acts for the other half
     episodic_life: bool = True  # for learning, a lost life ends the episode; scores are of whole games
@@ -100,7 +100,7 @@ class Args:
     vf_coef: float = 0.5  # weight of the value loss, c1 in the paper
     max_grad_norm: float = 0.5  # the gradient is scaled down to this norm
     target_kl: float | None = None  # stop the epochs on a rollout once an epoch's mean approx_kl exceeds this
-    matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"  # auto: true float32; TF32 on CUDA
+    matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"  # auto: TF32 on CUDA, else float32
     bf16: bool = False  # compute hidden layers in bfloat16; weights, last layers and loss stay in float32
 
     # compile: two switches, to measure what each of the two steps gains
@@ -214,7 +214,7 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean squared error; per row the larger of unclipped and clipped (within `clip_coef` of the old one)."""
+    """Half the mean over rows of the larger squared error: that of the value, or of the value clipped near the old."""
     error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)

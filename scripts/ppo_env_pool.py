@@ -92,7 +92,7 @@ class Args:
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) with Discrete or Box actions
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
-    total_timesteps: int = 500_000  # environment steps in the whole run, with resets, rounded down to whole rollouts
+    total_timesteps: int = 500_000  # environment steps, rows of resets included, rounded down to whole rollouts
     num_workers: int = 8  # worker processes
     envs_per_worker: int = 1  # environments that each worker steps in turn
     ready_batch: int = 2  # act as soon as this many environments are ready; 0 waits for all of them (lock-step)
@@ -180,7 +180,7 @@ class ActorCritic(nn.Module):
         return normal_log_prob(action, output, self.log_std)
 
     def noise(self, *shape: int) -> np.ndarray:
-        """Noise (*shape, A) for the actor's output: the sum is a sample; of logits plus Gumbel noise, the argmax is."""
+        """Noise (*shape, A) to add to the actor's output: the sum, or for logits its argmax, is a sampled action."""
         if self.is_discrete:
             return -torch.empty(*shape, self.actor[-1].out_features).exponential_().log().numpy()
         return (torch.randn(*shape, len(self.log_std)) * self.log_std.detach().exp()).numpy()
@@ -231,7 +231,7 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean squared error; per row the larger of unclipped and clipped (within `clip_coef` of the old one)."""
+    """Half the mean over rows of the larger squared error: that of the value, or of the value clipped near the old."""
     error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
@@ -340,7 +340,7 @@ def train(args: Args) -> Path:
             ready = ready[count[ready] < args.num_steps]
         previous, done = done[-1:], terminated | truncated
         valid = ~np.concatenate([previous, done[:-1]])  # the row after an episode's end is its reset
-        valid &= ~lost  # a lost environment, like a reset, ends its episode before this row, without a flag
+        valid &= ~lost  # the row of a dead worker is masked; its episode ended with the row before
         ended = statistics.update(reward, done | lost, valid)
         run.episodes += [x for x, was_lost in zip(ended, lost[done | lost], strict=True) if not was_lost]
         run.step += int(valid.sum())

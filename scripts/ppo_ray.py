@@ -13,7 +13,7 @@ Estimation", https://arxiv.org/abs/1506.02438; the network for frames by Mnih et
 
     python ppo_ray.py --env-id CartPole-v1 --num-runners 2 --envs-per-runner 4
     python ppo_ray.py --env-id HalfCheetah-v4 --envs-per-runner 1 --norm-obs --norm-rewards
-    python ppo_ray.py --ray-address auto --num-runners 64    # on a cluster, after `ray start` on each
+    python ppo_ray.py --ray-address auto --num-runners 64    # on a cluster (`ray start` on each node)
 
 Its compiled twin is `ppo_ray_torchcompile.py`; a diff of the two shows every change that compiling needs.
 Shapes: T = num_steps, W = num_runners, V = envs_per_runner, L = num_learners (W and L at least 1), N = V * W / L
@@ -25,7 +25,7 @@ This is PPO as in `ppo.py` and `ppo_continuous_action.py` along three axes: runn
 T steps with the newest weights, and all wait for the slowest: on-policy. With first-ready, a batch is the first W
 fragments to arrive, while runners keep going: late ones go into the next batch, with the action probabilities that the
 runner recorded; those older than one update are dropped. Departures from CleanRL are those of the two scripts; also,
-a fragment's observations are normalized by the statistics of all fragments before it.
+a fragment's observations are normalized by the statistics sent with its request.
 
 Reading order: settings, networks, formulas; `Runner`, `make_learner`, and `train`, which joins them. Then plumbing.
 """
@@ -87,10 +87,10 @@ class Args:
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete or Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool where it is faster and knows the id
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several, if it knows the id
     async_envs: bool = False  # runners step Gymnasium environments in worker processes that do not wait for each other
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
-    total_timesteps: int = 500_000  # environment steps in the whole run, with resets, rounded down to whole rollouts
+    total_timesteps: int = 500_000  # environment steps, rows of resets included, rounded down to whole rollouts
     clip_rewards: bool = False  # for learning, rewards are clipped to [-1, 1]; logged returns are not
     norm_obs: bool = False  # normalize observations to mean 0 and variance 1, with statistics over all runners
     norm_rewards: bool = False  # divide rewards by the standard deviation of discounted returns over all runners
@@ -106,7 +106,7 @@ class Args:
     gpus_per_learner: float = 0.0  # GPUs per learner, except for this process, which uses --device
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
     runner_restarts: int = 100  # replacements of dead runners allowed in a run; one more death ends it
-    fragment_timeout: float = 300.0  # seconds without a fragment from any runner after which the run ends
+    fragment_timeout: float = 300.0  # seconds until a silent runner is replaced; if all are, the run ends
 
     # PPO
     num_steps: int = 128  # steps of each environment in a rollout
@@ -184,7 +184,7 @@ class ActorCritic(nn.Module):
         return space.start + action if self.is_discrete else action.clip(space.low.ravel(), space.high.ravel())
 
     def noise(self, rng: np.random.Generator, *shape: int) -> np.ndarray:
-        """Noise (*shape, A) for the actor's output: the sum is a sample; of logits plus Gumbel noise, the argmax is."""
+        """Noise (*shape, A) to add to the actor's output: the sum, or for logits its argmax, is a sampled action."""
         if self.is_discrete:
             return rng.gumbel(size=(*shape, self.outputs)).astype(np.float32)
         return rng.standard_normal((*shape, self.outputs), dtype=np.float32) * self.log_std.detach().exp().cpu().numpy()
@@ -211,7 +211,7 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean squared error; per row the larger of unclipped and clipped (within `clip_coef` of the old one)."""
+    """Half the mean over rows of the larger squared error: that of the value, or of the value clipped near the old."""
     error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
@@ -301,7 +301,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         return explained_variance, *(x.flatten(0, 1) for x in rows)
 
     def gradient(index: Tensor, spread: Tensor, *batch: Tensor) -> Tensor:
-        """One vector of sums over rows `index` (M,): number of valid rows, loss gradient (P,), METRICS."""
+        """Sums over rows `index` (M,): valid rows, loss gradient (P,), METRICS. `spread`: advantages' mean, std."""
         obs, action, old_log_prob, old_value, advantage, returns, valid = (x[index] for x in batch)
         output, value = agent(obs)
         log_ratio = agent.log_prob(output, action) - old_log_prob

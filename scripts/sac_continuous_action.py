@@ -77,7 +77,7 @@ class Args:
 
     # environment
     env_id: str = "HalfCheetah-v4"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool where it is faster and knows the id
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several, if it knows the id
     sync_envs: bool = False  # step several environments in this process: best where a step takes microseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps in the whole run
@@ -97,7 +97,7 @@ class Args:
     gradient_steps: int | None = None  # updates after each step of all environments; by default one for each transition
     alpha: float = 0.2  # temperature (weight of the entropy) used without --autotune
     autotune: bool = True  # tune the temperature so that the policy's entropy approaches -A
-    matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"  # auto: true float32; TF32 on CUDA
+    matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"  # auto: TF32 on CUDA, else float32
     bf16: bool = False  # compute inner layers in bfloat16; weights, first and last layers and loss stay in float32
 
 

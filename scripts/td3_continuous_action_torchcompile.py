@@ -78,7 +78,7 @@ class Args:
 
     # environment
     env_id: str = "HalfCheetah-v4"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool where it is faster and knows the id
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several, if it knows the id
     sync_envs: bool = False  # step several environments in this process: best where a step takes microseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps in the whole run
@@ -97,7 +97,7 @@ class Args:
     exploration_noise: float = 0.1  # std of the noise on actions taken, as a fraction of half the action's range
     policy_noise: float = 0.2  # std of the noise on target actions (target policy smoothing), in the same unit
     noise_clip: float = 0.5  # the noise on target actions is clipped to +- this, in the same unit
-    matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"  # auto: true float32; TF32 on CUDA
+    matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"  # auto: TF32 on CUDA, else float32
     bf16: bool = False  # compute inner layers in bfloat16; weights, first and last layers and loss stay in float32
 
     # compile: two switches, to measure what each of the two steps gains

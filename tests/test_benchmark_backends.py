@@ -56,7 +56,7 @@ def test_command(monkeypatch, tmp_path, capsys):
     first, second = (line for line in text.splitlines() if line.startswith("| HalfCheetah") and "| 16 |" not in line)
     assert first.endswith("| - | - | - | in the process | 0.80 [0.80, 0.80] |")
     assert second.endswith("| EnvPool | is the best |")
-    assert "Within 5 % of the best: 2 of 3; of the others, 0 may be" in text
+    assert "within 5 % of the best in 2 of 3 rows, and may be in 0" in text
 
 
 def test_ways_that_fail_are_shown(monkeypatch, tmp_path):
@@ -69,7 +69,7 @@ def test_ways_that_fail_are_shown(monkeypatch, tmp_path):
     monkeypatch.setattr(backends.throughput, "measure", measure)
     backends.main(backends.Options(("Breakout-v5",), rounds=1, seconds=4, out=tmp_path))
     text = (tmp_path / "backends.md").read_text()
-    assert f"| failed | 50 [50, 50] | {TURNS} | - |" in text and ALL in text and "best: 0 of 0" in text
+    assert f"| failed | 50 [50, 50] | {TURNS} | - |" in text and ALL in text and "best in 0 of 0" in text
 
 
 def test_wrong_input(tmp_path, capsys):

@@ -95,4 +95,4 @@ def test_command(monkeypatch, tmp_path, capsys):
     text = (tmp_path / "ladder.md").read_text()
     assert text in capsys.readouterr().out and (tmp_path / "ladder.png").stat().st_size > 5000
     assert "| the policy in NumPy | 1,600 [1,600, 1,600] | 2.00 [2.00, 2.00] | 2e-08 |" in text
-    assert f"From the lowest to the top: {2 ** (count - 1):,.1f} [" in text
+    assert f"From first to last row: {2 ** (count - 1):,.1f} [" in text

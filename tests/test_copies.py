@@ -705,6 +705,31 @@ def test_a_std_that_depends_on_the_observation_is_refused(copy, train_copy, caps
     assert end.value.code == 2 and "the policy that acts differs" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("twin", ["", "_torchcompile"])
+def test_a_std_that_depends_on_the_observation_works_as_the_page_says(copy, train_copy, twin):
+    """docs/ppo.md: four lines change, and the first update sees the policy that collected."""
+    page = (ROOT / "docs/ppo.md").read_text().partition("**A standard deviation that depends on")[2]
+    lines = page.partition("```python\n")[2].partition("```")[0].splitlines()
+    source, name = source_of(f"ppo_continuous_action{twin}"), "ppo_continuous_action"
+    function = re.search(r"    def log_std\(\) -> Tensor:\n(?:        .*\n)+\n", source)[0]
+    check = re.search(r"    check_policy\(lambda obs: log_std.*\n", source)[0]
+    begins = ("        log_prob = normal", "        entropy = ", "        noise = ", "            action[t] = policy")
+    old = [next(line for line in source.splitlines() if line.startswith(begin)) for begin in begins]
+    module = copy(
+        f"ppo_continuous_action{twin}",
+        ("self.log_std = nn.Parameter(torch.zeros(action_dim))", "self.log_stds = nn.Linear(obs_dim, action_dim)"),
+        (NO_LOG_STD, "self.actor(obs), self.log_stds(obs), "),
+        (function, ""),
+        (check, ""),
+        *zip(old, [*lines[:3], "\n".join(lines[3:])], strict=True),
+    )
+    settings = {"num_minibatches": 1, "update_epochs": 1, "learning_rate": 1e-2} | ({"compile": False} if twin else {})
+    log = train_copy(module, name, **settings)
+    assert all(abs(line["losses/approx_kl"]) < 1e-5 for line in log) and log[0]["losses/entropy"] != pytest.approx(
+        log[-1]["losses/entropy"], abs=1e-3
+    )
+
+
 @pytest.mark.parametrize("name", ["sac_continuous_action", "td3_continuous_action"])
 def test_critics_with_dropout_and_a_parameter_of_their_own(copy, train_copy, name):
     """A twin runs them as one network: each has a mask of its own, and a parameter outside of any layer is stacked."""

@@ -144,7 +144,7 @@ def verdict(results: list[dict]) -> str:
     found = [row["of_best"] for result in results for row in result["rows"] if "of_best" in row]
     good = sum(x["ratio"] >= TARGET for x in found)
     open_ = sum(x["ratio"] < TARGET <= x["interval"][1] for x in found)
-    return f"Within 5 % of the best: {good} of {len(found)}; of the others, {open_} may be, by their intervals."
+    return f"The default is within 5 % of the best in {good} of {len(found)} rows, and may be in {open_} others."
 
 
 def write_summary(out: Path) -> str:

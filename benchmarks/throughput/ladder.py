@@ -97,11 +97,11 @@ def rows(result: dict) -> list[list[str]]:
 
 def section(result: dict) -> list[str]:
     """What Markdown says on the ladder of a pair."""
-    header = [f"`{result['script']}` on {result['env_id']}", "steps/s [quartiles]", "times that below [95 %]"]
+    header = [f"`{result['script']}` on {result['env_id']}", "steps/s [quartiles]", "times row above [95 %]"]
     lines = [*table([*header, "weights are apart by"], rows(result)), ""]
     if result["ratios"]:
         whole = result["ratios"][-1]
-        lines += [f"From the lowest to the top: {estimate(whole['ratio'], whole['interval'], ',.1f')} times.", ""]
+        lines += [f"From first to last row: {estimate(whole['ratio'], whole['interval'], ',.1f')} times.", ""]
     return lines
 
 

@@ -203,14 +203,18 @@ TD3 = (
         "critics stacked",
         texts=(
             (
-                "    critic, critics = critics[0], from_modules(*critics)\n"
-                "    critics = TensorDictParams(critics.apply(lambda x: x.mT.contiguous() if x.ndim == 3 else x))\n",
+                "    modules = {True: critics[0], False: deepcopy(critics[0]).eval()}  "
+                "# run an ensemble that is in training mode, or not\n"
+                "    critics = TensorDictParams(from_modules(*critics).apply("
+                "lambda x: x.mT.contiguous() if x.ndim == 3 else x))\n",
                 "",
             ),
             (
-                '        stacks = ensemble.flatten_keys(".").items()\n'
-                "        weights = {name: stack.mT if stack.ndim == 3 else stack for name, stack in stacks}\n"
-                "        call = torch.vmap(partial(functional_call, critic), in_dims=(0, None), "
+                "        weights = {name: stack.mT if stack.ndim == 3 else stack for name, stack in "
+                'ensemble.flatten_keys(".").items()}\n'
+                '        net = modules[getattr(ensemble, "training", critics.training)]  # a slice has the mode of all '
+                "critics\n"
+                "        call = torch.vmap(partial(functional_call, net), in_dims=(0, None), "
                 'randomness="different")  # for dropout\n'
                 "        return call(weights, (obs, action))\n",
                 "        return torch.stack([critic(obs, action) for critic in ensemble])\n",

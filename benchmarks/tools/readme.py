@@ -149,9 +149,9 @@ def speed_section() -> list[str]:
         lines += [*table_with_flags(header, [speed_row(result) for result in results]), ""]
     lines += legend(lines)
     lines += paragraph("""All contestants in interleaved rounds of fresh processes, with the same hyperparameters,
-        networks, threads and `--matmul-precision`, as far as the peers can be told: what differs stands beside the
+        networks, threads and `--matmul-precision`, as far as the peers allow: what differs stands beside the
         tables; beside `--bf16` the peers stay in float32, as they have no such flag. None writes TensorBoard's files;
-        SAC and TD3 log every 200 steps; DQN and Ape-X act at random in as many steps as late in a run. Intervals of two
+        SAC and TD3 log every 200 steps; DQN and Ape-X use their final epsilon from the start. Intervals of two
         or three rounds are too narrow: in a simulation, what is called 95 % held the truth in some 80 % of cases with
         two rounds, 90 % with three. From one day to the next the same program can differ by more. First updates are
         timed once with an empty compile cache (cold) and once with a filled one (warm); those of SAC and TD3 come after
@@ -161,7 +161,7 @@ def speed_section() -> list[str]:
     for page in pages:
         machine = machine_of(json.loads(min(page.parent.glob("*.json")).read_text())["provenance"])
         lines += [f"[{machine}]({page.relative_to(RESULTS.parent.parent)})" + ("." if page == pages[-1] else ",")]
-    lines += paragraph("""The environment alone takes random actions, and no pause. `ppo_env_pool` can be faster than
+    lines += paragraph("""The environment alone is stepped at random, nonstop. `ppo_env_pool` can be faster than
         that: while it learns, its workers finish their steps.""")
     return [*lines, *sources([x for results in kinds.values() for x in results], are_marked=True), ""]
 
@@ -392,7 +392,7 @@ def pool_section() -> list[str]:
     header = ["24 environments: 3 ms a step, 100 ms more in 1% of them", "ms a step of all [quartiles]", "model"]
     lines = [*table([*header, "to AsyncVectorEnv", "µs an environment step that takes no time"], cells), ""]
     lines += [
-        "N environments, of which `--ready-batch` M are waited for; 8 in the last column. [Sizes, layouts, a worker"
+        "N environments; a step waits for M (`--ready-batch`). In the last column N is 8. [Sizes, layouts, a worker"
     ]
     lines += ["killed every 5 s, where the time goes](benchmarks/results/env_pools/env_pools.md)."]
     return [*lines, *sources([sleeping, overhead]), ""]
@@ -405,7 +405,7 @@ def scaling_section() -> list[str]:
         script, link = result["settings"]["script"], page.relative_to(RESULTS.parent.parent)
         lines += [f"`{script}`, [and what one learner could take]({link}):", "", *scaling.results_table(result), ""]
     lines += paragraph("""24 environments a node, which sleep 30 ms a step and 1 s more in 1 % of them; nodes that Ray
-        simulates; one run each. The model is of whoever takes no time of its own; linear: of the speed of one node
+        simulates; one run each. The model is the speed if only environments took time; linear is one node's speed
         times the number of nodes. The lock-step rows only step the environments of one node, and learn nothing.""")
     return [*lines, *sources(results), ""]
 
