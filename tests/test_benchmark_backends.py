@@ -78,3 +78,11 @@ def test_wrong_input(tmp_path, capsys):
         (backends.Options(rounds=0, out=tmp_path), "--rounds"),
     ):
         assert message in refusal(backends.main, options, capsys)
+
+
+def test_a_verdict_counts_what_may_be_within_the_limit():
+    """Of those that are not: by the upper end of their intervals."""
+    shares = [(0.97, [0.9, 1.0]), (0.9, [0.8, 0.96]), (0.8, [0.7, 0.9])]
+    rows = [{"of_best": {"ratio": ratio, "interval": interval}} for ratio, interval in shares]
+    text = backends.verdict([{"rows": [*rows, {}]}])
+    assert text == "The default is within 5 % of the best in 1 of 3 rows, and may be in 1 others."

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -361,3 +362,39 @@ def test_settings_of_parity_and_of_endless_runs_suit_every_script():
             args_class(**parity.fifty_updates(args_class))
             args = tyro.cli(args_class, args=endless_flags(script, "cpu"))
             assert args.total_timesteps == 10**9 and not args.tensorboard
+
+
+def test_the_tolerance_of_parity_is_that_which_is_told():
+    """A thousandth, or ten times the effect of rounding if that is more; each metric by its worst line."""
+    lines = [{"global_step": i, "seconds": 1.0, "losses/a": 1.0, "losses/clipfrac": 0.1} for i in range(10)]
+    weights = torch.ones(4)
+
+    def equal(a: float, noise: float = 0.0, **more) -> bool:
+        apart = [*lines[:4], lines[4] | {"losses/a": a} | more, *lines[5:]]
+        return parity.deviations((apart, weights), (lines, weights), noise)["equal"]
+
+    assert equal(1.0009) and not equal(1.0011)
+    assert equal(1.0009, 1e-5) and not equal(1.0011, 5e-5) and equal(1.0019, 2e-4) and not equal(1.0025, 2e-4)
+    assert equal(1.0, **{"losses/clipfrac": 0.2})  # it counts rows
+    assert not equal(math.nan)
+
+
+def test_the_speed_of_a_contestant_is_the_median_of_all_its_turns(tmp_path):
+    one = gpu_speed.Contestant([], tmp_path / "out")
+    one.rounds = [{"speeds": [1.0, 2.0]}, {"speeds": [3.0, 4.0, 5.0]}]
+    assert one.result()["steps_per_second"] == 3 and one.result()["quartiles"] == [2, 4]
+
+
+def test_blocks_of_calls_alternate(monkeypatch):
+    """A B B A, as many calls in each as fit; the processor time is that of a call."""
+    order = []
+
+    def timed_block(call, count):
+        order.append((call(), count))
+        return np.array([0.002, 0.001, 0.003][:count] if count == 3 else [0.001] * count), 0.004 * count
+
+    monkeypatch.setattr(turns, "timed_block", timed_block)
+    found = turns.interleave({"a": lambda: "a", "b": lambda: "b"}, 0.1)
+    assert order[:2] == [("a", 3), ("b", 3)] and {count for _, count in order[2:]} == {10}
+    assert "".join(name for name, _ in order[2:]) == "abba" * (turns.BLOCKS // 2)
+    assert found["a"].cpu == pytest.approx(0.004) and len(found["a"].blocks) == turns.BLOCKS

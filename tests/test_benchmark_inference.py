@@ -259,3 +259,36 @@ def test_bad_input(options, message, tmp_path, capsys):
 def test_messages_without_folders():
     assert turns.without_paths("see https://pytorch.org/docs/xla/") == "see https://pytorch.org/docs/xla/"
     assert turns.without_paths("\nOSError: no file /home/me/x-1/lib.so here\nmore") == "OSError: no file lib.so here"
+
+
+def row_with(monkeypatch, eager: list[float], own: list[float]) -> dict:
+    """The row of a path whose calls took, block by block, so many ms beside eager's."""
+    blocks = {"eager": [np.full(9, 1e-3 * x) for x in eager], "path": [np.full(9, 1e-3 * x) for x in own]}
+    monkeypatch.setattr(turns, "interleave", lambda *_: {name: turns.Times(x, 1e-3) for name, x in blocks.items()})
+    with torch.no_grad():
+        where = {"network": "ppo", "path": "eager", "device": "cpu", "threads": 1, "seconds": 0.02}
+        case = inference_worker.prepare(where, 1)
+        case.row |= {"compile_seconds": 10.0, "refresh_seconds": 0.0}
+        return inference_worker.measure(case, 1.0)
+
+
+def test_what_is_not_faster_beyond_doubt_never_pays(monkeypatch):
+    row = row_with(monkeypatch, [1.0, 2.0, 3.0, 4.0], [1.0, 1.5, 2.0, 4.0])
+    assert row["speedup"] > 1 > row["interval"][0] and row["break_even_calls"] is None is row["refresh_calls"]
+
+
+def test_outputs_that_change_from_call_to_call_are_unequal(monkeypatch):
+    """As of a recorded graph whose first call is right."""
+    counts = []
+
+    def fake(_path, act, _inputs) -> Built:
+        def call(*inputs):
+            counts.append(1)
+            return [x * (1.0 if len(counts) == 1 else 1.01) for x in act(*inputs)]
+
+        return Built(call)
+
+    monkeypatch.setattr(inference_worker, "build", fake)
+    where = {"network": "td3_continuous_action", "path": "fake", "device": "cpu"}
+    with torch.no_grad():
+        assert not inference_worker.prepare(where, 8).row["equal"]

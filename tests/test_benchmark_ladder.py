@@ -1,10 +1,13 @@
 """Each rung of a ladder is the pair without some tricks, and learns the same numbers."""
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from benchmark_helpers import refusal
+from tqdm import tqdm
 
 from benchmarks.throughput import ladder, rungs
 from benchmarks.throughput.rungs import LADDERS, Trick
@@ -96,3 +99,32 @@ def test_command(monkeypatch, tmp_path, capsys):
     assert text in capsys.readouterr().out and (tmp_path / "ladder.png").stat().st_size > 5000
     assert "| the policy in NumPy | 1,600 [1,600, 1,600] | 2.00 [2.00, 2.00] | 2e-08 |" in text
     assert f"From first to last row: {2 ** (count - 1):,.1f} [" in text
+
+
+def test_a_rung_stands_on_the_one_below_and_says_if_it_differs():
+    """The top one too, whose ratio to the lowest is known as well."""
+    known = {"steps_per_second": 100.0, "quartiles": [90.0, 110.0]}
+    ratios = [("1", "0", 2.0), ("2", "1", 3.0), ("2", "0", 6.0)]
+    result = {"rungs": ["a", "b", "c"], "contestants": {str(i): known for i in range(3)}}
+    result["ratios"] = [{"of": x, "to": y, "ratio": z, "interval": [z - 0.1, z + 0.1]} for x, y, z in ratios]
+    result["deviations"] = {str(i): {"equal": i != 1, "weights": 1e-8} for i in range(3)}
+    rows = ladder.rows(result)
+    assert [row[2] for row in rows] == ["-", "2.00 [1.90, 2.10]", "3.00 [2.90, 3.10]"]
+    assert [row[3] for row in rows] == ["1e-08", "1e-08 (differs)", "1e-08"]
+
+
+def test_a_rung_that_failed_has_no_ratio_and_nor_has_the_one_on_it(monkeypatch):
+    """The ratio to the rung below that one would be of two tricks."""
+
+    def measured(_program, _settings, **cache):
+        number = int(Path(cache["TORCHINDUCTOR_CACHE_DIR"]).name)
+        own = {"speeds": [100.0 * (number + 1)] * 3, "first_update_seconds": 1.0, "peak_memory_mb": 1.0}
+        return own | {"cores_used": 1.0} | ({"failed": "exit code 1"} if number == 1 else {}), SimpleNamespace(lines=[])
+
+    monkeypatch.setattr(ladder.throughput, "measure", measured)
+    same = lambda script: {str(i): {"equal": True} for i in range(len(LADDERS[script]))}  # noqa: E731
+    monkeypatch.setattr(ladder, "check_rungs", same)
+    result = ladder.measure("ppo_continuous_action", ladder.Options(rounds=1), tqdm(disable=True))
+    top, found = len(result["rungs"]) - 1, {(int(x["of"]), int(x["to"])) for x in result["ratios"]}
+    assert found == {(i, i - 1) for i in range(3, top + 1)} | {(top, 0)}
+    assert [row[2] == "-" for row in ladder.rows(result)] == [True] * 3 + [False] * (top - 2)

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from benchmarks.common import results
 from benchmarks.common.results import Target, machine_folder, machine_of, provenance
 from benchmarks.tools import readme
 
@@ -179,3 +180,54 @@ def test_searches_that_differ_by_their_seed_are_one_row(tmp_path, monkeypatch):
     alone, population = rows
     assert alone == ["none", "20 of 1,000 steps", "1", "300", "10%", "80 [60, 95] |"]
     assert population == ["pbt", "4 of 1,000 steps", "2", "400 to 440", "75%", "- |"]
+
+
+def test_the_overview_is_of_default_flags_and_of_what_is_fresh(tmp_path, monkeypatch):
+    """What was measured with flags, or by older code, is in neither half."""
+    source, drawn = provenance() | {"date": "2026-01-01"}, []
+    for name, flags, speed in (("a", "", 200.0), ("b", "--num-envs 8", 900.0)):
+        speeds = {"eager": speed, "sb3": 100.0}
+        own = {key: {"steps_per_second": x, "rounds": [{"speeds": [x, x]}]} for key, x in speeds.items()}
+        result = {"script": "ppo", "env_id": "CartPole-v1", "flags": flags, "provenance": source, "contestants": own}
+        results.make_folder(tmp_path / "throughput")
+        results.write_json(tmp_path / "throughput" / f"{name}.json", result)
+    for name, seconds in (("fresh", 10.0), ("old", 99.0)):
+        runs_of = [{"seed": 1, "reached": True, "seconds": seconds, "steps": 1}] * 2
+        result = {"script": "ppo", "env_id": "CartPole-v1", "score": 1, "provenance": source}
+        results.make_folder(tmp_path / "time_to_score")
+        results.write_json(tmp_path / "time_to_score" / f"{name}.json", result | {"contestants": {"eager": runs_of}})
+    results.write_json(tmp_path / "noted.json", {"time_to_score/old.json": ["ppo.py has changed"]})
+    monkeypatch.setattr(readme, "NOTED", tmp_path / "noted.json")
+    monkeypatch.setattr(readme.plots, "draw_groups", lambda _axis, groups, _form: drawn.append(groups))
+    monkeypatch.setattr(readme.plots, "draw_bars", lambda _axis, _names, values, *_, **__: drawn.append(values))
+    readme.draw_overview(tmp_path)
+    assert drawn[0]["ppo\nCartPole-v1"]["eager"][0] == 2 and drawn[1] == [10]
+
+
+def test_a_mean_without_a_run_that_failed_is_a_bound():
+    """As of one that never got there; then no interval is shown."""
+    known = [{"seed": i, "seconds": 10.0 * i, "reached": True, "steps": 100} for i in (1, 3)]
+    assert readme.score_cell(known) == "20 [10, 30], 2 of 2"
+    assert readme.score_cell([*known, {"failed": "exit code 1", "reached": False}]) == "≥ 20, 2 of 3"
+
+
+def test_the_share_of_a_search_is_of_all_its_seeds(tmp_path, monkeypatch):
+    search = {"script": "ppo", "env_id": "CartPole-v1", "search": ["gamma=[0.9,0.99]"], "perturb": [], "trials": 10}
+    search |= {"scheduler": "none", "population": 4, "total_timesteps": 1000, "seeds_per_trial": 2, "search_seed": 1}
+    (tmp_path / "tune").mkdir()
+    text = json.dumps({"search": search, "steps": 5000, "best": {"objective": 1.0}, "provenance": provenance()})
+    (tmp_path / "tune" / "a.json").write_text(text)
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    assert "| 25% |" in readme.search_section()[2]
+
+
+def test_bars_are_bounds_as_cells_are(monkeypatch):
+    """If a run failed; one seed has no interval."""
+    drawn = []
+    monkeypatch.setattr(readme.plots, "draw_bars", lambda *x, prefixes: drawn.append((*x[2:], prefixes)))
+    monkeypatch.setattr(readme.plots, "describe_axis", lambda *_: None)
+    one = {"seed": 1, "seconds": 10.0, "reached": True, "steps": 100}
+    rows = {"eager": [one], "sb3": [one, one, {"failed": "exit code 1", "reached": False}]}
+    readme.draw_times(None, {"contestants": rows, "script": "a", "env_id": "b", "score": 1, "provenance": provenance()})
+    ((values, intervals, prefixes),) = drawn
+    assert values == [10, 10] and [list(x) for x in intervals] == [[10, 10]] * 2 and prefixes == ["", "≥ "]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from benchmark_helpers import benchmark, make_line, make_run, refusal
 
-from benchmarks.common import plots, runs
+from benchmarks.common import plots, runs, stats
 from benchmarks.learning import report
 
 COMPILE = {"script": "ppo_torchcompile.py", "args": {"compile": True, "cudagraphs": True}}
@@ -269,3 +269,59 @@ def test_the_reference_has_every_row():
     assert float(reference["ppo_continuous_action", "HalfCheetah-v4"]["mean_return"]) == 1442.64
     assert reference["ppo_ray", "HalfCheetah-v4"] == reference["ppo_continuous_action", "HalfCheetah-v4"]
     assert reference["ppo_ray", "CartPole-v1"] == reference["ppo", "CartPole-v1"]
+
+
+def test_the_speed_of_a_run_leaves_its_first_half_out():
+    """Even one that was faster, or slower, all the way."""
+    seconds = np.cumsum([0.001] * 60 + [0.1] * 40)
+    lines = [make_line(100 * (i + 1), 1.0, 1) | {"seconds": float(x)} for i, x in enumerate(seconds)]
+    assert report.steady_speed(runs.Run(Path(), {}, lines)) == pytest.approx(1000)
+
+
+def pair_of(eager: list[float], compiled: list[float]) -> dict:
+    row = {"script": "ppo", "env_id": "CartPole-v1", "seeds": [1], "steps_per_second": 1.0}
+    scores = {"eager": eager, "compile": compiled}
+    (pair,) = report.compare([row | {"variant": name, "scores": own} for name, own in scores.items()])
+    return pair
+
+
+def test_a_pair_agrees_only_if_zero_is_in_its_interval():
+    """Whichever of the two is better, and with enough seeds of both."""
+    low, high = [float(x) for x in range(5)], [100.0 + x for x in range(5)]
+    assert pair_of(low, high)["agree"] is pair_of(high, low)["agree"] is False and pair_of(low, low)["agree"] is True
+    assert pair_of(low, high[:4])["agree"] is pair_of(low[:4], high)["agree"] is None
+
+
+def test_recent_returns_weigh_lines_by_their_episodes():
+    """The line at which the last tenth begins is not in it."""
+    run = runs.Run(Path(), {}, [make_line(900, 500.0, 9), make_line(950, 10.0, 1), make_line(1000, 20.0, 4)])
+    assert report.recent_return(run, 900, "global_step") == 18
+
+
+def test_a_row_is_of_iqms_and_medians(tmp_path):
+    """Of eight runs, one of which is far off, longer and slower."""
+    for seed in range(8):
+        is_odd = seed == 7
+        score, end, speed = (9000.0, 2000, 10) if is_odd else (float(seed), 1000, 1000)
+        lines = [make_line(step, score, 100, speed) for step in (500, end)]
+        make_run(tmp_path / str(seed), lines, seed=seed)
+    ((key, group),) = runs.groups(runs.find_runs([tmp_path])).items()
+    row, _ = report.summarize_group(key, group, {})
+    assert (row["iqm"], row["minutes"], row["steps"]) == (3.5, 1 / 60, 1000)
+    assert row["mean"] > 1000 and row["steps_per_second"] == pytest.approx(1000)
+    assert row["interval"] == report.interval([np.array(row["scores"])], stats.pooled_iqm)
+
+
+def test_scores_on_the_way_need_all_runs():
+    """One that ended earlier has none there, and the others alone would be another sample."""
+    short, long = (runs.Run(Path(), {}, [make_line(step, 1.0, 1) for step in (100, end)]) for end in (500, 1000))
+    assert report.scores_at([short, long], 1000, "global_step") is None
+    assert report.scores_at([short, long], 500, "global_step") == [1, 1]
+
+
+def test_a_curve_ends_where_its_shortest_run_does(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(report.plots, "draw_curve", lambda _axis, x, *_: drawn.append(x))
+    members = [runs.Run(Path(), {}, [make_line(step, 1.0, 1) for step in range(0, end + 1, 10)]) for end in (500, 900)]
+    report.draw_panel(None, {"eager": members}, "global_step")
+    assert drawn[0][-1] == 500

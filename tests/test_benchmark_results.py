@@ -159,3 +159,32 @@ def test_a_window_never_spans_the_time_asleep(tmp_path, monkeypatch):
     one.child = child()
     one.take_turn(5.0)
     assert min(one.rounds[0]["speeds"]) == pytest.approx(100)
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        ({}, {"command": "./run.sh other"}),
+        ({}, {"commit": "another"}),
+        ({}, {"versions": {"torch": "1.0"}}),
+        ({}, {"uncommitted_changes": True}),
+        ({"uncommitted_changes": True}, {}),
+        ({"changed_until": "another"}, {}),
+    ],
+)
+def test_only_what_the_same_code_began_is_gone_on_with(then, now, tmp_path, monkeypatch):
+    """The same command, at the same commit, without changes then or now, with the same packages."""
+    clean = provenance() | {"uncommitted_changes": False, "commit": "one", "command": "./run.sh x"}
+    clean.pop("changed_until", None)
+    here = [clean]
+    monkeypatch.setattr(results, "provenance", lambda: here[0])
+    target = results.Target(tmp_path / "x.json")
+    target.write({"provenance": clean})
+    assert target.begun() == {"provenance": clean}
+    target.write({"provenance": clean | then})
+    here[0] = clean | now
+    assert target.begun() == {}
+
+
+def test_the_low_end_of_an_interval_comes_first():
+    assert results.estimate(2.0, [1.5, 2.5]) == "2.0 [1.5, 2.5]" and results.estimate(2.0, None, ".0f") == "2"

@@ -146,3 +146,45 @@ def test_a_single_environment_is_measured_once_for_each_backend(tmp_path):
     cases = rollout.settings_of(rollout.check(rollout.Options(out=tmp_path, compile_actor=("off",))))
     found = [(case["family"], case["backend"], case["num_envs"]) for case in cases]
     assert len(found) == len(set(found)) == 2 * 5 + 2 and ("classic", "gymnasium-sync", 1) not in found
+
+
+def test_only_timed_steps_of_sampling_count(monkeypatch):
+    """Not those before; a block's speed is of its mean call, so a slow reset counts."""
+    made = []
+
+    class Sampler(rollout_worker.Sampler):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(self)
+
+    def interleave(_calls, _seconds) -> dict:
+        assert made[0].steps == made[0].all_rows == 0
+        made[0].steps, made[0].all_rows = 90, 100
+        block = np.array([1e-3] * 9 + [11e-3])  # 2 ms on average
+        return {name: turns.Times([block * x] * 4, 1e-3) for name, x in (("off", 2), ("actor", 1))}
+
+    monkeypatch.setattr(rollout_worker, "Sampler", Sampler)
+    monkeypatch.setattr(turns, "wait_for_turn", lambda: None)
+    monkeypatch.setattr(turns, "interleave", interleave)
+    case = {"family": "classic", "backend": "gymnasium-sync", "num_envs": 2, "actor": "numpy", "seconds": 0.05}
+    with torch.no_grad():
+        row = rollout_worker.measure(case | {"device": "cpu", "threads": 1})
+    assert row["steps_per_second"] == pytest.approx(2 * 0.9 / 2e-3) and row["ratio"] == pytest.approx(2)
+    assert row["p50_us"] == pytest.approx(1000)
+
+
+def test_rows_that_failed_do_not_replace_good_ones(monkeypatch, tmp_path):
+    """They lie beside the old result."""
+    flags = {"families": ("classic",), "num_envs": (1,), "compile_actor": ("off",), "out": tmp_path}
+    found = [[{"steps_per_second": 1.0, "ratio": 1.0, "interval": [1, 1], "p50_us": 1.0}], []]
+    for own in found:
+
+        def run_cases(_module, cases, *_, own=own):
+            for case in cases:
+                _[-1](case, own, "it broke")
+
+        monkeypatch.setattr(rollout.turns, "run_cases", run_cases)
+        monkeypatch.setattr(rollout, "write_summary", lambda _out: "")
+        rollout.main(rollout.Options(**flags))
+    rows = [json.loads((tmp_path / name).read_text())["rows"] for name in ("rollout.json", "rollout.json.part")]
+    assert all("error" not in row for row in rows[0]) and all(row["error"] == "it broke" for row in rows[1])

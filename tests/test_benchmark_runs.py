@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -187,3 +188,25 @@ def test_groups_and_duplicate_seeds(tmp_path):
     assert [key[2] for key in grouped] == ["eager", "compile", "sb3"]
     kept, dropped = runs.one_per_seed(grouped["ppo", "CartPole-v1", "eager"])
     assert [run.dir.name for run in kept] == ["c", "d"] and [run.dir.name for run in dropped] == ["b"]
+
+
+def test_a_score_is_reached_by_the_first_hundred_episodes():
+    """Exactly a hundred are enough, and a score that is just reached is reached."""
+    lines = [make_line(100, 5.0, 50), make_line(200, 7.0, 49), make_line(300, 107.0, 1), make_line(400, 9.0, 1)]
+    assert runs.reaches(lines, (250 + 343 + 107) / 100) == 2
+    assert runs.reaches(lines[:2], 0) is None
+
+
+def test_a_thinned_curve_weighs_lines_by_their_episodes(tmp_path):
+    """And ends where the run does, though no episode did."""
+    lines = [make_line(100, 10.0, 1), make_line(200, 20.0, 4), make_line(300, 40.0, 5), make_line(400, None)]
+    thinned = runs.thin(runs.read_run(make_run(tmp_path / "a", lines)), 1)
+    score = {"charts/episodic_return": 29.0, "charts/episodes": 10}
+    assert thinned.lines[0] == {"global_step": 300, "seconds": 0.3} | score
+    assert thinned.lines[1:] == [{"global_step": 400, "seconds": 0.4}]
+
+
+def test_a_line_at_the_edge_of_two_bins_is_of_the_first():
+    """Its episodes ended before it; so the last line of a run is in its last bin."""
+    run = runs.Run(Path(), {}, [make_line(500, 1.0, 1), make_line(1000, 3.0, 1)])
+    np.testing.assert_array_equal(runs.learning_curve(run, np.linspace(0, 1000, 3)), [1, 3])

@@ -57,3 +57,12 @@ def test_section_times():
         line |= {"profile/env": 0.2, "profile/policy": 0.1, "profile/learn": 0.5}
     times = steady.section_times(lines, ceilings.SECTIONS)
     assert times == pytest.approx({"env": 0.002, "policy": 0.001, "learn": 0.005, "rest": 0.002})
+
+
+def test_burn_in_ends_after_the_last_of_several_late_compilations():
+    """However much longer another one took."""
+    slow = {4: 1.0, 8: 25.0}  # steps/s
+    seconds = np.cumsum([100 / slow.get(i, 100.0) for i in range(40)])
+    lines = [{"global_step": 100 * (i + 1), "seconds": float(x)} for i, x in enumerate(seconds)]
+    assert steady.burn_in(lines) == 8
+    assert steady.windows(lines, 1.0) == pytest.approx([100] * 31)

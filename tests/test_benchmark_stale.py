@@ -179,3 +179,59 @@ def test_note_is_of_what_is_stale(tmp_path, monkeypatch, capsys):
     assert "x.json: it does not name its command" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         stale.main(["--notes"])
+
+
+def test_code_that_is_edited_while_it_is_measured_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    (tmp_path / "scripts").mkdir()
+    git("init", "--quiet")
+    (tmp_path / "scripts" / "x.py").write_text("")
+    git("add", ".")
+    git("-c", "user.email=a@b", "-c", "user.name=a", "commit", "--quiet", "-m", "x")
+    results.code_at_start.cache_clear()
+    assert results.provenance()["uncommitted_changes"] is False
+    (tmp_path / "scripts" / "x.py").write_text("print()")
+    assert results.provenance()["uncommitted_changes"] is True
+    results.code_at_start.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("path", "result", "files"),
+    [
+        ("throughput/ppo.json", {"script": "ppo"}, ["ppo.py", "ppo_torchcompile.py"]),
+        ("inference/ppo.cpu.json", {"network": "ppo"}, ["ppo.py", "ppo_torchcompile.py", "networks.py", "paths.py"]),
+        ("scaling/scaling.json", {"settings": {"script": "ppo_ray"}},
+         ["ppo_ray.py", "ppo_ray_torchcompile.py", "peers.py", "sleeping.py"]),
+        ("tune/a.json", {"search": {"script": "ppo"}}, ["ppo.py"]),
+        ("backends/SlowA.json", {"script": "ppo"}, ["ppo.py", "ppo_torchcompile.py", "sleeping.py"]),
+        ("env_pools/a.json", {}, ["ppo_env_pool.py", "ppo_env_pool_torchcompile.py", "peers.py", "sleeping.py"]),
+    ],
+)  # fmt: skip
+def test_a_result_is_of_the_files_that_it_measured(path, result, files):
+    """Both of a pair; and it is no cleaner than it says."""
+    source = {"commit": "abc", "command": "./run.sh x", "uncommitted_changes": True, "changed_until": "def"}
+    (found,) = stale.sources_of(stale.RESULTS / path, result | {"provenance": source})
+    assert [Path(file).name for file in found.files] == files
+    assert (found.commit, found.is_clean, found.changed_until) == ("abc", False, "def")
+
+
+def test_each_of_several_results_in_a_file_may_be_stale(tmp_path, monkeypatch):
+    source = {"commit": "0" * 40, "command": "./run.sh gpu", "uncommitted_changes": False}
+    (tmp_path / "gpu").mkdir()
+    commands = {"ppo": "./run.sh gpu", "dqn": None}
+    own = [{"script": script, "provenance": source | {"command": told}} for script, told in commands.items()]
+    (tmp_path / "gpu" / "speed.json").write_text(json.dumps(own))
+    monkeypatch.setattr(stale, "RESULTS", tmp_path)
+    (why,) = stale.stale().values()
+    assert why == ["commit 000000000000 is not in the history", "it does not name its command"]
+
+
+def test_a_commit_of_another_branch_is_not_in_the_history(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    git("init", "--quiet")
+    own, found = ("-c", "user.email=a@b", "-c", "user.name=a"), []
+    for branch in ("one", "two"):
+        git("checkout", "--quiet", "--orphan", branch)
+        git(*own, "commit", "--quiet", "--allow-empty", "-m", branch)
+        found.append(git("rev-parse", "HEAD"))
+    assert [stale.is_in_history(commit) for commit in found] == [False, True]

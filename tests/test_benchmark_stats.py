@@ -57,3 +57,22 @@ def test_ratio_of_medians_counts_rounds_not_windows():
     rounds = [np.full(1000, 500.0), np.full(1000, 700.0), np.full(1000, 600.0)]
     _, low, high = stats.ratio_of_medians(rounds, [np.full(10, 100.0)])
     assert low == 5 and high == 7
+
+
+def test_the_median_is_that_of_all_windows():
+    """Not of the medians of rounds, which may have one window or many."""
+    rounds = [np.full(9, 100.0), np.full(1, 300.0), np.full(1, 500.0)]
+    assert stats.median_of_rounds(rounds) == 100
+    assert stats.ratio_of_medians(rounds, [np.full(3, 50.0)])[0] == 2
+
+
+def test_the_interval_of_a_ratio_holds_95_percent():
+    """Of nine windows, two of them low, the median is low in 3 % of resamples; of seven, one of them low, in 1 %."""
+    base = [np.full(4, 1.0)]
+    for windows, ends in (([1, 1, 5, 5, 5, 5, 5, 9, 9], (1, 9)), ([1, 5, 5, 5, 5, 5, 9], (5, 5))):
+        assert stats.ratio_of_medians([np.array(windows, dtype=float)], base)[1:] == ends
+
+
+def test_a_difference_of_iqms_is_not_one_of_means():
+    strata = [np.array([1.0, 2, 3, 1000]), np.ones(4)]
+    assert stats.difference_of_iqms(strata) == -1.5

@@ -371,3 +371,20 @@ def test_a_child_that_ignores_signals_is_killed(tmp_path, monkeypatch):
         assert child.poll() is None
     assert child.stop() == -9
     assert child.resources()["peak_memory_mb"] > 1
+
+
+def round_of(speed: float, start: float | None, **more) -> dict:
+    return {"speeds": [speed] * 3, "first_update_seconds": start, "peak_memory_mb": 1.0, "cores_used": 1.0, **more}
+
+
+def test_a_round_that_failed_counts_nowhere():
+    """Even if it was steady for a while; the first round is the one with an empty cache."""
+    bad = round_of(900.0, 99.0, failed="exit code 1")
+    own = throughput.summarize([round_of(100.0, 40.0), bad, round_of(200.0, 10.0), round_of(200.0, 12.0)])
+    assert own["steps_per_second"] == 200 and own["windows"] == 9 and own["failed"] == ["exit code 1"]
+    assert (own["cold_seconds"], own["warm_seconds"]) == (40, 11)
+    own = throughput.summarize([bad, round_of(100.0, 40.0), round_of(100.0, 10.0)])  # 40 s are neither, or cold
+    assert (own["cold_seconds"], own["warm_seconds"], own["steps_per_second"]) == (None, 10, 100)
+    base = throughput.summarize([round_of(50.0, 1.0)])
+    found = throughput.ratio({"compile": own, "eager": base}, "compile", "eager")
+    assert (found["ratio"], found["interval"]) == (2, [2, 2])

@@ -12,7 +12,7 @@ import pytest
 from benchmark_helpers import make_line, refusal
 from tqdm import tqdm
 
-from benchmarks.common import results, runs
+from benchmarks.common import results, runs, steady
 from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import SCRIPTS, load_script
 from benchmarks.common.results import provenance
@@ -217,3 +217,81 @@ def test_a_peer_at_its_defaults_has_its_own_settings():
     model = peers.make_model("sb3-defaults", "ppo", args, peers.make_envs(None, args, normalize=False))
     assert (model.n_steps, model.batch_size, model.learning_rate) == (2048, 64, 3e-4)
     assert peers.make_model("sb3", "ppo", args, model.get_env()).n_steps == args.num_steps
+
+
+def record_of(own: list[dict], name: str = "1") -> dict:
+    settings = {"variant": "eager", "cache": "cold", "flags": f"--name {name}"}
+    shared = {"script": "ppo", "env_id": "CartPole-v1", "score": 475.0, "name": name, "settings": settings}
+    return shared | {"provenance": provenance(), "contestants": {"record": own}}
+
+
+def test_turns_go_on_in_the_order_of_a_run_that_was_not_stopped(monkeypatch):
+    """The second seed in the reverse order, whether or not the first one was measured before."""
+    order = []
+
+    def run_once(arguments, *_, **__):
+        order.append((arguments[-5], arguments[-1]))
+        return outcome(1.0)
+
+    monkeypatch.setattr(time_to_score, "run_once", run_once)
+    contestants = [time_to_score.Contestant(name, "eager", (name,)) for name in ("a", "b")]
+    begun = {name: [outcome(9.0)] for name in ("a", "b")}
+    task = ("ppo", "CartPole-v1"), 1.0, contestants, (5, 6, 7), 9.0
+    time_to_score.measure(*task, lambda _: None, tqdm(disable=True), begun)
+    assert order == [("b", "6"), ("a", "6"), ("a", "7"), ("b", "7")]
+
+
+def test_the_interval_of_a_ratio_knows_of_runs_in_vain():
+    """With two runs, of which one was in vain, both may have been."""
+    others = [outcome(10.0), outcome(90.0, reached=False)]
+    assert time_to_score.compared([outcome(10.0)] * 2, others) == "10.00 [1.00, inf]"
+
+
+def test_a_cache_is_warm_some_lines_after_the_first_update():
+    lines = [make_line(step, 1.0, 1) for step in range(9)]
+    for line in lines[:2]:
+        del line["losses/value_loss"]
+    found = [time_to_score.is_warm(lines[:count]) for count in range(10)]
+    assert found == [None] * (3 + steady.FIRST_LINES) + [2] * (7 - steady.FIRST_LINES)
+
+
+def test_a_run_that_failed_counts_against_a_record():
+    failed = outcome(3.0, reached=False, failed="exit code 1")
+    assert speedrun.is_record(record_of([outcome(1.0)] * 9 + [failed]))
+    assert not speedrun.is_record(record_of([outcome(1.0)] * 8 + [failed] * 2))
+
+
+def test_the_fastest_record_is_that_of_the_least_time_for_each_success():
+    """Not that with the fastest or the slowest run."""
+    steady_one, one_late = [outcome(10.0)] * 10, [outcome(5.0)] * 9 + [outcome(40.0)]
+    mixed = [outcome(1.0)] * 5 + [outcome(30.0)] * 5
+    found = [record_of(mixed, "mixed"), record_of(steady_one, "steady"), record_of(one_late, "late")]
+    order = [line.split("--name ")[1].split("`")[0] for line in speedrun.board(found) if "--name" in line]
+    assert order == ["late", "steady", "mixed"]
+
+
+def test_a_record_that_was_stopped_does_not_replace_a_whole_one(monkeypatch, tmp_path):
+    calls = []
+
+    def run_once(*_, **__):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return outcome(float(len(calls)))
+
+    monkeypatch.setattr(time_to_score, "run_once", run_once)
+    options = speedrun.Options("ppo", "CartPole-v1", score=15.0, beside=(), seeds=(1, 2), out=tmp_path)
+    speedrun.main(options)
+    with pytest.raises(SystemExit):
+        speedrun.main(options)
+    known = json.loads((tmp_path / "ppo_CartPole-v1_15_1.json").read_text())["contestants"]["record"]
+    assert [x["seconds"] for x in known] == [1, 2]
+
+
+def test_what_a_run_writes_at_its_very_end_counts(monkeypatch):
+    """Its last line comes after the last look at its log, as it ends while one waits for the next look."""
+    looks, written = [], time_to_score.written
+    monkeypatch.setattr(time_to_score, "written", lambda log: (looks.append(1), written(log))[1])
+    monkeypatch.setattr(time_to_score.processes.Child, "wait", lambda child, _seconds: child.process.wait())
+    first_look = lambda lines: 0 if lines and len(looks) > 1 else None  # noqa: E731
+    assert run_once(program(most=3), first_look, 60.0)["reached"]

@@ -37,7 +37,7 @@ SMOKE_PATHS = ("eager", "aot_eager", "inductor", "numpy")
 
 INTRODUCTION = f"""
 The act function of each network, measured call by call, beside eager PyTorch in the same process, in interleaved
-blocks. "Faster" is (median time of an eager call / median time of a call - 1), with its bootstrap interval over blocks;
+blocks. "Faster" is (time of an eager call / time of a call - 1), medians over blocks, with their bootstrap interval;
 the path `eager` is eager measured against itself: what lies within its interval is no gain. Compile time is that of
 building and of the first calls, with nothing cached. "Pays after" counts calls until compiling, and one refresh of the
 weights, have paid; "per refresh" the calls between two refreshes for these alone to pay. Equal: all outputs within

@@ -164,8 +164,10 @@ def main(options: Options) -> None:
     asked = set(map(place, settings_of(options)))
     if missing := set(map(place, target.old.get("rows", []))) - asked:
         fail(f"{target.path} has {' '.join(map(str, min(missing)))}, which yours would lack: give another --out")
+    good = lambda rows: {place(row) for row in rows if "error" not in row}  # noqa: E731
+    is_whole = lambda rows: len(rows) == len(asked) and good(target.old.get("rows", [])) <= good(rows)  # noqa: E731
     with stoppable(kept), tqdm(unit="actor", disable=None) as bar:
         left = options.time_limit - (time.perf_counter() - started)
-        measure(options, left, bar, lambda result: target.write(result, len(result["rows"]) == len(asked)))
+        measure(options, left, bar, lambda result: target.write(result, is_whole(result["rows"])))
     print(write_summary(options.out))
     print(f"written to {options.out}: rollout.md, rollout.png, rollout.json")

@@ -115,6 +115,10 @@ def run_once(
                 found = find(lines)
         finally:
             has_ended, code = child.poll() is not None, child.stop()
+        if has_ended and found is None:  # what it wrote after the last look
+            with suppress(FileNotFoundError):
+                lines, last = written(log)
+            found = find(lines)
         means = runs.running_returns(runs.Run(log, {}, lines))
         best = {"best": float(np.nanmax(means)) if not np.isnan(means).all() else None}
         if found is not None:

@@ -75,9 +75,9 @@ def measure(script: str, options: Options, bar: tqdm) -> dict:
             env_id = run.env_id if run.lines else env_id
             bar.update()
     contestants = {name: throughput.summarize(own) for name, own in results.items()}
-    known = [i for i in numbers if "steps_per_second" in contestants[str(i)]]
-    ratios = [throughput.ratio(contestants, str(b), str(a)) for a, b in itertools.pairwise(known)]
-    ratios += [throughput.ratio(contestants, str(known[-1]), str(known[0]))] if len(known) > 1 else []
+    of_to = [(b, a) for a, b in itertools.pairwise(numbers)] + [(numbers[-1], 0)]
+    both = [pair for pair in of_to if all("steps_per_second" in contestants[str(i)] for i in pair)]
+    ratios = [throughput.ratio(contestants, *map(str, pair)) for pair in both]
     rungs = [trick.name for trick in tricks]
     result = {"script": script, "env_id": env_id, "rungs": rungs, "deviations": deviations, "ratios": ratios}
     return result | {"contestants": contestants, "provenance": provenance()}
@@ -85,13 +85,13 @@ def measure(script: str, options: Options, bar: tqdm) -> dict:
 
 def rows(result: dict) -> list[list[str]]:
     """Cells of each rung: what it adds, its speed, the ratio to the rung below, how far its weights deviate."""
-    ratios = {x["of"]: estimate(x["ratio"], x["interval"], ".2f") for x in result["ratios"][::-1]}
+    ratios = {(x["of"], x["to"]): estimate(x["ratio"], x["interval"], ".2f") for x in result["ratios"]}
     found = []
     for i, name in enumerate(result["rungs"]):
         own, apart = result["contestants"][str(i)], result["deviations"][str(i)]
         speed = estimate(own["steps_per_second"], own["quartiles"], ",.0f") if "steps_per_second" in own else "failed"
         equal = f"{apart['weights']:.0e}" if "weights" in apart else "-"
-        found.append([name, speed, ratios.get(str(i), "-"), equal + " (differs)" * (not apart["equal"])])
+        found.append([name, speed, ratios.get((str(i), str(i - 1)), "-"), equal + " (differs)" * (not apart["equal"])])
     return found
 
 
@@ -99,8 +99,8 @@ def section(result: dict) -> list[str]:
     """What Markdown says on the ladder of a pair."""
     header = [f"`{result['script']}` on {result['env_id']}", "steps/s [quartiles]", "times row above [95 %]"]
     lines = [*table([*header, "weights are apart by"], rows(result)), ""]
-    if result["ratios"]:
-        whole = result["ratios"][-1]
+    ends = str(len(result["rungs"]) - 1), "0"
+    for whole in [x for x in result["ratios"] if (x["of"], x["to"]) == ends][-1:]:
         lines += [f"From first to last row: {estimate(whole['ratio'], whole['interval'], ',.1f')} times.", ""]
     return lines
 

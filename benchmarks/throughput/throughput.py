@@ -150,7 +150,10 @@ def measure_whole(script: str, name: str, options: Options, cache: Path) -> dict
 
 
 def summarize(results: list[dict]) -> dict:
-    """Summary of one contestant's rounds; the first round had an empty compile cache."""
+    """Summary of one contestant's rounds; the first round had an empty compile cache.
+
+    If that one failed, the next one's cache may be empty or not, so its start is neither cold nor warm.
+    """
     good = [result for result in results if "failed" not in result]
     summary = {"rounds": results, "failed": [result["failed"] for result in results if "failed" in result]}
     if not good:
@@ -161,7 +164,7 @@ def summarize(results: list[dict]) -> dict:
     summary |= {key: max(result[key] for result in good) for key in ("peak_memory_mb",)}
     summary["cores_used"] = float(np.median([result["cores_used"] for result in good]))
     starts = [result["first_update_seconds"] if "failed" not in result else None for result in results]
-    warm = [start for start in starts[1:] if start is not None]
+    warm = [start for start in starts if start is not None][1:]
     return summary | {"cold_seconds": starts[0], "warm_seconds": float(np.median(warm)) if warm else None}
 
 

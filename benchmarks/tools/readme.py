@@ -480,8 +480,9 @@ def draw_times(axis, result: dict) -> None:
     """The mean seconds from pressing Enter to a score, with 95 % intervals."""
     own = {name: time_to_score.summarize(rows) for name, rows in result["contestants"].items()}
     own = {name: x for name, x in own.items() if x["runs"]}
-    bounds = ["≥ " * (x["reached"] < x["runs"]) for x in own.values()]
-    values, intervals = ([x[key] for x in own.values()] for key in ("mean", "interval"))
+    bounds = ["≥ " * (x["reached"] < x["runs"] + x["failed"]) for x in own.values()]
+    values = [x["mean"] for x in own.values()]
+    intervals = [x["interval"] or (x["mean"], x["mean"]) for x in own.values()]
     plots.draw_bars(axis, list(own), values, intervals, prefixes=bounds)
     title = f"Seconds from the start until {result['script']}\nhas {result['score']:,g} on {result['env_id']}\n"
     title += machine_of(result["provenance"])

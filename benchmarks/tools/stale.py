@@ -118,6 +118,7 @@ def makers(path: Path, result: dict) -> list[str]:
         found += [f"benchmarks/acting/{name}.py" for name in ("networks", "paths")]
     if path.parent.name == "env_pools" or path.stem == "scaling":
         found += [f"benchmarks/pools/{name}.py" for name in ("peers", "sleeping")]
+    found += ["benchmarks/pools/sleeping.py"] * (path.parent.name == "backends" and path.stem.startswith("Slow"))
     return found + [f"{room}/rungs.py"] * (path.parent.name == "ladder")
 
 
@@ -126,12 +127,13 @@ def sources_of(path: Path, result: dict) -> Iterator[Source]:
     name, origin = str(path.relative_to(RESULTS)), result["provenance"]
     if "pairs" in result:
         for row in result["rows"]:
-            script = row["script"] + SUFFIX * (row["variant"].split()[0] not in ("eager", "sb3", "sbx")) + ".py"
+            variant = row["variant"].split()[0]
+            script = f"scripts/{row['script']}{SUFFIX * (variant != 'eager')}.py"
+            own = makers(path, {"contestants": [variant]}) or [script]
             place = f"{name}: {row['script']}, {row['env_id']}, {row['variant']}"
             for commit in row.get("commits", []):
-                clean, files = not commit.endswith("-dirty"), [f"scripts/{script}"]
-                origin_of = commit.removesuffix("-dirty"), origin.get("command")
-                yield Source(place, *origin_of, clean, files, row["script"])
+                clean, origin_of = not commit.endswith("-dirty"), (commit.removesuffix("-dirty"), origin.get("command"))
+                yield Source(place, *origin_of, clean, own, row["script"])
         return
     if "search" in result:
         files = [f"scripts/{result['search']['script']}.py"]
