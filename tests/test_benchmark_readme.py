@@ -96,7 +96,7 @@ def test_the_overview_is_of_the_machine_measured_most_and_last(tmp_path, monkeyp
     write("throughput/new/ppo.json", "new", "2026-01-02", contestants=speeds)
     write("throughput/fewer/ppo.json", "fewer pairs", "2026-01-09", contestants={"sb3": speeds["sb3"]})
     write("time_to_score/c.json", "fewer pairs", "2026-01-09", contestants={"sb3": times["eager"]})
-    write("time_to_score/d.json", "new", "2026-01-02", contestants={"sb3": times["eager"]}, script="dqn")
+    write("time_to_score/d.json", "new", "2026-01-02", contestants={"sb3": [late | {"seconds": 9.0}]}, script="dqn")
     stale = [f"throughput/stale/{i}.json" for i in range(3)]
     for path in stale:
         write(path, "stale", "2026-01-09", contestants={"sb3": speeds["sb3"]})
@@ -231,3 +231,10 @@ def test_bars_are_bounds_as_cells_are(monkeypatch):
     readme.draw_times(None, {"contestants": rows, "script": "a", "env_id": "b", "score": 1, "provenance": provenance()})
     ((values, intervals, prefixes),) = drawn
     assert values == [10, 10] and [list(x) for x in intervals] == [[10, 10]] * 2 and prefixes == ["", "≥ "]
+
+
+def test_the_time_in_the_overview_is_the_longest_that_all_runs_have():
+    run = {"seed": 1, "seconds": 10.0, "reached": True, "steps": 1}
+    short, long = ({"contestants": {"eager": [run | {"seconds": x}] * 2}} for x in (10.0, 20.0))
+    bound = {"contestants": {"eager": [run | {"seconds": 99.0}, run | {"seconds": 99.0, "reached": False}]}}
+    assert max([short, long, bound], key=readme.longest) is long and max([bound], key=readme.longest) is bound

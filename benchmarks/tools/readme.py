@@ -437,7 +437,7 @@ def draw_overview(results: Path) -> None:
     """README's picture, `overview.png`: speeds as multiples of SB3's, and the seconds to a score.
 
     Each is of the machine on which most was measured by today's code; on a tie, of the one measured last. The score is
-    the one that takes the longest there.
+    the one that takes the longest there, of those that all runs reached, if there are any: else bars are bounds.
     """
     speeds, scores = {}, {}
     for path in results.glob("throughput/**/*.json"):
@@ -457,9 +457,11 @@ def draw_overview(results: Path) -> None:
         draw_times(right, max(most(scores), key=longest))
 
 
-def longest(result: dict) -> float:
-    """The mean seconds of the slowest contestant until a score."""
-    return max(own["mean"] for own in map(time_to_score.summarize, result["contestants"].values()) if own["runs"])
+def longest(result: dict) -> tuple[bool, float]:
+    """Whether all runs got to a score; the mean seconds of the slowest contestant until then."""
+    found = [own for own in map(time_to_score.summarize, result["contestants"].values()) if own["runs"]]
+    is_whole = all(own["reached"] == own["runs"] + own["failed"] for own in found)
+    return is_whole, max(own["mean"] for own in found)
 
 
 def draw_speeds(axis, results: list[dict]) -> None:
