@@ -548,6 +548,8 @@ def readings(name: str, value, seen: set, names: set):
         value = value.fget if isinstance(value, property) else value
     is_function, is_module = hasattr(value, "__code__"), isinstance(value, ModuleType)
     is_closed = isinstance(value, Tensor) or type(value).__module__.startswith("tensordict")
+    if is_closed and isinstance(value, nn.Module):  # of stacked networks only the mode is no tensor
+        yield f"{name}.training", getattr, value, "training"
     if id(value) in seen or is_closed or ((is_function or is_module) and not is_own(value)):
         return
     if is_function:

@@ -763,6 +763,18 @@ def test_targets_in_eval_mode_have_no_dropout(copy, train_copy, name, twin):
     train_copy(module, name, **quick(name), **({"compile": False} if twin else {}))
 
 
+@pytest.mark.parametrize("name", ["sac_continuous_action", "td3_continuous_action"])
+def test_targets_that_change_their_mode_in_the_loop_are_refused(copy, train_copy, capsys, name):
+    """Compiled code would keep the first one."""
+    line = re.search(r"\n +losses = .*update.*\n|\n +update_critics\(\).*\n", source_of(f"{name}_torchcompile"))[0]
+    indent = re.match(r"\n( +)", line)[1]
+    late = f"\n{indent}target_critics.train(run.step < 150)"
+    module = copy(f"{name}_torchcompile", (line, late + line))
+    with pytest.raises(SystemExit) as end:
+        train_copy(module, name, **quick(name), compile=False)
+    assert end.value.code == 2 and "`target_critics.training` was True" in capsys.readouterr().err
+
+
 def test_layers_that_look_at_the_whole_batch_cannot_act(copy, train_copy, capsys):
     """Batch normalization computes something else of the rows of a step than of those of a rollout."""
     normalized = ("self.actor = mlp(obs_dim,", "self.actor = nn.Sequential(nn.BatchNorm1d(obs_dim)) + mlp(obs_dim,")
