@@ -456,13 +456,13 @@ class Adam(nn.Module):
         )  # fmt: skip
 
 
-def compiled(device: torch.device, *functions):
+def compiled(device: torch.device, *functions, **more_options):
     """The functions, each compiled into one graph, gradients included; SystemExit(2) where nothing can be compiled.
 
     A graph that breaks at the gradient is slower, 1.6 times for PPO. On a CPU, kernels are launched from C++ instead of
     Python, random numbers come from PyTorch's own kernels, and the test for AVX support of the C++ compiler is skipped:
     it takes a second at each start, five with an empty cache. A call checks only tensors (shape, type, device);
-    `refuse_changes` checks everything else that was compiled in.
+    `refuse_changes` checks everything else that was compiled in. `more_options` are further ones of Inductor.
     """
     if device.type == "cpu":
         try:
@@ -475,7 +475,7 @@ def compiled(device: torch.device, *functions):
     options = dict.fromkeys(names, True)
     if device.type == "cpu":
         options["unroll_reductions_threshold"] = 1  # unrolled, a sum over the few actions is computed one by one
-    options["guard_filter_fn"] = torch.compiler.keep_tensor_guards_unsafe
+    options |= {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe} | more_options
     return [tensors_only(torch.compile(f, fullgraph=True, options=options.copy())) for f in functions]
 
 

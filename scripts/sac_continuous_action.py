@@ -192,8 +192,7 @@ def train(args: Args) -> Path:
     if args.buffer_size < args.num_envs:
         fail(f"--buffer-size {args.buffer_size} is less than what one step of {args.num_envs} environments brings")
     torch.set_num_threads(min(4, num_cores()))  # more do not speed up products of this size
-    # Moments of Adam that decay to denormal numbers slow a CPU down. New threads inherit this setting
-    torch.set_flush_denormal(True)
+    torch.set_flush_denormal(True)  # denormal moments of Adam slow a CPU down; threads started later inherit this
     set_matmul_precision(args.matmul_precision, device)
 
     envs = Envs(args, run.env_seeds(args.num_envs))
