@@ -272,7 +272,8 @@ def train(args: Args) -> Path:
 
     # compile: the names stay, so callers are unchanged. Each is compiled once, to one graph with gradients and Adam
     if args.compile:
-        act, step_critics, step_actor = compiled(device, act, step_critics, step_actor)
+        step_critics, step_actor = compiled(device, step_critics, step_actor)
+        (act,) = compiled(device, act, post_grad_fusion_options={"decompose_mm_pass": {}})  # one row: loops beat BLAS
     # compile: an update, of one or several steps, becomes one CUDA graph: its third call records, all later ones replay
     if args.cudagraphs and device.type == "cuda":
         act, update_critics, update_both = (CudaGraphModule(f, warmup=3) for f in (act, update_critics, update_both))

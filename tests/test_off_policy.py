@@ -14,6 +14,7 @@ import torch
 from helpers import EAGER, adam_steps, defining, in_float64, load, on_policy, resume
 from parity import assert_agree
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributions import AffineTransform, Normal, TanhTransform, TransformedDistribution
 
 from benchmarks.common.pairs import FAST, TABLE
@@ -211,6 +212,16 @@ def test_a_rounded_policy_is_played_rounded(train, name):
     with mock.patch.object(script.RoundedLinear, "forward", lambda _, x: torch.zeros_like(x)):
         rounded = script.load_policy(run.checkpoint, envs)(obs[:, : envs.obs_dim])
         assert (rounded != script.load_policy(exact, envs)(obs[:, : envs.obs_dim])).all()
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_a_compiled_policy_multiplies_a_single_row_by_loops(train, name, num_envs):
+    """Only the policy, and only for one environment: a batch's products stay calls to the library."""
+    counters.clear()
+    train(f"{name}_torchcompile", num_envs=num_envs)
+    found = {key: count for key, count in counters["inductor"].items() if key in ("decompose_addmm", "decompose_bmm")}
+    assert found == ({"decompose_addmm": 3} if num_envs == 1 else {})  # a layer each
 
 
 def test_sac_has_a_learning_rate_for_the_policy_and_one_for_values(train):
