@@ -67,16 +67,25 @@ def test_a_changed_script_is_seen(source, tmp_path, monkeypatch):
         (tmp_path / name).write_text(content)
         monkeypatch.setattr(stale, "ROOT", tmp_path)
         stale.has_changed.cache_clear()
-        assert stale.has_changed(name, commit, "ppo") is changed
+        assert stale.has_changed(name, commit, "ppo", "learning") is changed
     stale.has_changed.cache_clear()
 
 
-# Whether results of SAC at each of four commits are stale, after each of them
-EXPECTED = [[False], [False] * 2, [True, True, False], [True, True, True, False]]
+# Whether results in a folder, of a pair, at each of five commits are stale, after each of them
+NONE, SECOND = [[False] * i for i in range(1, 6)], [True, True, False]
+EXPECTED = {
+    ("learning", "ppo"): [*NONE[:4], [True] * 4 + [False]],
+    ("throughput", "ppo"): [*NONE[:3], [True] * 3 + [False], [True] * 4 + [False]],
+    ("learning", "sac"): [*NONE[:2], SECOND, [*SECOND, False], [True] * 4 + [False]],
+    ("throughput", "sac"): [*NONE[:2], SECOND, [True] * 3 + [False], [True] * 4 + [False]],
+}
 
 
 def test_a_commit_may_say_that_results_stay(tmp_path, monkeypatch):
-    """A file of four commits: all results from before the second stay, from before the third those of one pair."""
+    """A file of five commits: all results from before the second stay, from before the third those of two pairs.
+
+    From before the fourth those in two folders, and from before the fifth none.
+    """
 
     def run(*words):
         done = subprocess.run(["git", "-C", tmp_path, *words], check=True, capture_output=True, text=True)
@@ -89,15 +98,17 @@ def test_a_commit_may_say_that_results_stay(tmp_path, monkeypatch):
     own = ("-c", "user.email=a@b", "-c", "user.name=a")
     commits = []
     stays = "Results-stay: only an error is worded otherwise"
-    for i, message in enumerate(("First", f"Second\n\n{stays}", "Third\n\nResults-stay-of: dqn ppo", "Fourth")):
+    lines = "", stays, "Results-stay-of: dqn ppo", "Results-stay-in: inference learning", ""
+    for i, line in enumerate(lines):
         (tmp_path / "scripts" / "x.py").write_text(f"print({i})\n")
         run("add", ".")
-        run(*own, "commit", "-q", "-m", message)
+        run(*own, "commit", "-q", "-m", f"Change\n\n{line}")
         commits.append(run("rev-parse", "HEAD"))
         for cached in (stale.has_changed, stale.code_at, stale.keeps_results):
             cached.cache_clear()
-        changed = {pair: [stale.has_changed("scripts/x.py", x, pair) for x in commits] for pair in ("ppo", "sac")}
-        assert changed == {"ppo": [[False] * (i + 1), [True] * 3 + [False]][i == 3], "sac": EXPECTED[i]}
+        for (folder, pair), expected in EXPECTED.items():
+            found = [stale.has_changed("scripts/x.py", commit, pair, folder) for commit in commits]
+            assert found == expected[i], (folder, pair)
     for cached in (stale.has_changed, stale.code_at, stale.keeps_results):
         cached.cache_clear()
 
