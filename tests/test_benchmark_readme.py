@@ -75,9 +75,10 @@ def test_a_result_is_not_replaced_by_one_that_does_not_stand_for_it(tmp_path, ca
 
 
 def test_the_overview_is_of_the_machine_measured_most_and_last(tmp_path, monkeypatch):
-    """Speeds and times each of their own machine, without what is noted as stale; speeds as multiples of SB3's.
+    """Speeds and times each of their own machine; speeds as multiples of SB3's.
 
-    A time is a lower bound where a run never got there.
+    What is noted as stale does not choose the machine, and is marked, where a pair has nothing else. A time is a lower
+    bound where a run never got there.
     """
 
     def write(path: str, cpu: str, date: str, **more) -> None:
@@ -100,6 +101,9 @@ def test_the_overview_is_of_the_machine_measured_most_and_last(tmp_path, monkeyp
     stale = [f"throughput/stale/{i}.json" for i in range(3)]
     for path in stale:
         write(path, "stale", "2026-01-09", contestants={"sb3": speeds["sb3"]})
+    for name in ("ppo", "sac"):
+        stale += [f"throughput/new/{name}_older.json"]
+        write(stale[-1], "new", "2026-01-01", contestants=speeds, script=name)
     (tmp_path / "noted.json").write_text(json.dumps({name: ["ppo.py has changed"] for name in stale}))
     write("throughput/new/dqn.json", "new", "2026-01-02", contestants=speeds, script="dqn", env_id="Acrobot-v1")
     write("throughput/new/ppo_b.json", "new", "2026-01-03", contestants=speeds, flags="--num-envs 8")
@@ -114,7 +118,7 @@ def test_the_overview_is_of_the_machine_measured_most_and_last(tmp_path, monkeyp
     monkeypatch.setattr(readme.plots, "draw_bars", note_bars)
     readme.draw_overview(tmp_path)
     group = drawn.pop("ppo\nCartPole-v1")
-    assert drawn.pop("dqn\nAcrobot-v1") == group
+    assert drawn.pop("dqn\nAcrobot-v1") == drawn.pop("sac †\nCartPole-v1") == group
     assert {name: value for name, (value, _) in group.items()} == {"eager": 3, "sbx": 2}
     assert drawn == {"eager": "", "sb3": "≥ "} and (tmp_path / "overview.png").exists()
 
@@ -183,7 +187,7 @@ def test_searches_that_differ_by_their_seed_are_one_row(tmp_path, monkeypatch):
 
 
 def test_the_overview_is_of_default_flags_and_of_what_is_fresh(tmp_path, monkeypatch):
-    """What was measured with flags, or by older code, is in neither half."""
+    """What was measured with flags is in neither half, nor a time by older code."""
     source, drawn = provenance() | {"date": "2026-01-01"}, []
     for name, flags, speed in (("a", "", 200.0), ("b", "--num-envs 8", 900.0)):
         speeds = {"eager": speed, "sb3": 100.0}

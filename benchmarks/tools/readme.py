@@ -436,15 +436,16 @@ SECTIONS = {
 def draw_overview(results: Path) -> None:
     """README's picture, `overview.png`: speeds as multiples of SB3's, and the seconds to a score.
 
-    Each is of the machine on which most was measured by today's code; on a tie, of the one measured last. The score is
-    the one that takes the longest there, of those that all runs reached, if there are any: else bars are bounds.
+    Each is of the machine on which most was measured by today's code; on a tie, of the one measured last. Speeds of
+    older code on that machine are shown, too, and marked: without them only some pairs would be seen. The score is the
+    one that takes the longest there, of those that all runs reached, if there are any: else bars are bounds.
     """
-    speeds, scores = {}, {}
+    speeds, marked, scores = {}, {}, {}
     for path in results.glob("throughput/**/*.json"):
         result = json.loads(path.read_text())
-        is_fresh = not mark(str(path.relative_to(results)))
-        if is_fresh and not result["flags"] and "steps_per_second" in result["contestants"].get("sb3", {}):
-            speeds.setdefault(machine_of(result["provenance"]), []).append(result)
+        if not result["flags"] and "steps_per_second" in result["contestants"].get("sb3", {}):
+            group = marked if mark(str(path.relative_to(results))) else speeds
+            group.setdefault(machine_of(result["provenance"]), []).append(result)
     for path in sorted(results.glob("time_to_score/*.json")):
         result = json.loads(path.read_text())
         if not mark(str(path.relative_to(results))):
@@ -452,8 +453,10 @@ def draw_overview(results: Path) -> None:
     if not speeds or not scores:
         return
     most = lambda found: max(found.values(), key=lambda own: (len(own), max(x["provenance"]["date"] for x in own)))  # noqa: E731
+    fresh = most(speeds)
+    older = marked.get(machine_of(fresh[0]["provenance"]), [])
     with plots.figure(results / "overview.png", columns=2, size=(5.6, 4.2)) as ((left, right),):
-        draw_speeds(left, sorted(most(speeds), key=lambda x: x["script"]))
+        draw_speeds(left, fresh, older)
         draw_times(right, max(most(scores), key=longest))
 
 
@@ -464,17 +467,23 @@ def longest(result: dict) -> tuple[bool, float]:
     return is_whole, max(own["mean"] for own in found)
 
 
-def draw_speeds(axis, results: list[dict]) -> None:
-    """How many times as fast as SB3 the contestants of each pair are on a machine, with 95 % intervals."""
-    groups = {}
-    for result in results:
+def draw_speeds(axis, fresh: list[dict], older: list[dict]) -> None:
+    """How many times as fast as SB3 the contestants of each pair are on a machine, with 95 % intervals.
+
+    Results of older code, for pairs without others, are marked.
+    """
+    groups, scripts = {}, {result["script"] for result in fresh}
+    older = [result for result in older if result["script"] not in scripts]
+    for result in sorted([*fresh, *older], key=lambda x: x["script"]):
         measured = [name for name, x in result["contestants"].items() if "steps_per_second" in x and name != "sb3"]
         ratios = [throughput.ratio(result["contestants"], name, "sb3") for name in measured]
-        groups[f"{result['script']}\n{result['env_id']}"] = {x["of"]: (x["ratio"], x["interval"]) for x in ratios}
+        name = f"{result['script']}{' †' * (result in older)}\n{result['env_id']}"
+        groups[name] = {x["of"]: (x["ratio"], x["interval"]) for x in ratios}
     plots.draw_groups(axis, groups, ".1f")
     axis.axvline(1, color=plots.colour("sb3"), label=plots.label("sb3"))
     axis.legend()
-    title = f"Environment steps/s, times those of SB3\n{machine_of(results[0]['provenance'])}"
+    title = f"Environment steps/s, times those of SB3\n{machine_of(fresh[0]['provenance'])}"
+    title += "\n†: by older code than today's" * bool(older)
     plots.describe_axis(axis, title, "", "")
 
 
