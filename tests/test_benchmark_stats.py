@@ -76,3 +76,27 @@ def test_the_interval_of_a_ratio_holds_95_percent():
 def test_a_difference_of_iqms_is_not_one_of_means():
     strata = [np.array([1.0, 2, 3, 1000]), np.ones(4)]
     assert stats.difference_of_iqms(strata) == -1.5
+
+
+@pytest.mark.parametrize(
+    ("seeds", "statistic", "share"),
+    [(2, np.mean, 0.50), (3, np.mean, 0.75), (5, np.mean, 0.83), (5, stats.iqm, 0.90), (20, stats.iqm, 0.93)],
+)
+def test_intervals_over_few_seeds_are_too_narrow(seeds, statistic, share):
+    """RESULTS.md names these shares of normally distributed results in which what is called 95 % holds the truth."""
+    results = np.random.default_rng(4).normal(size=(seeds, 2000))
+    low, high = stats.bootstrap([results], lambda strata: statistic(strata[0], axis=0))
+    assert ((low < 0) & (high > 0)).mean() == pytest.approx(share, abs=0.04)
+
+
+@pytest.mark.parametrize(("rounds", "share"), [(2, 0.80), (3, 0.89), (5, 0.94)])
+def test_intervals_over_few_rounds_are_too_narrow(monkeypatch, rounds, share):
+    """Likewise of a ratio, if rounds of twenty windows differ by as much as windows within them do."""
+    monkeypatch.setattr(stats, "RESAMPLES", 200)
+    rng, trials = np.random.default_rng(5), 300
+
+    def speeds() -> list[np.ndarray]:
+        return [rng.normal(rng.normal(100, 5), 5, size=20) for _ in range(rounds)]
+
+    intervals = [stats.ratio_of_medians(speeds(), speeds())[1:] for _ in range(trials)]
+    assert np.mean([low < 1 < high for low, high in intervals]) == pytest.approx(share, abs=0.06)

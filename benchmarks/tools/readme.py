@@ -149,13 +149,14 @@ def speed_section() -> list[str]:
         lines += [*table_with_flags(header, [speed_row(result) for result in results]), ""]
     lines += legend(lines)
     lines += paragraph("""All contestants in interleaved rounds of fresh processes, with the same hyperparameters,
-        networks, threads and `--matmul-precision`, as far as the peers allow: what differs stands beside the
-        tables; beside `--bf16` the peers stay in float32, as they have no such flag. None writes TensorBoard's files;
-        SAC and TD3 log every 200 steps; DQN and Ape-X use their final epsilon from the start. Intervals of two
-        or three rounds are too narrow: in a simulation, what is called 95 % held the truth in some 80 % of cases with
-        two rounds, 90 % with three. From one day to the next the same program can differ by more. First updates are
+        networks, threads and `--matmul-precision`, as far as the peers allow; beside `--bf16` the peers stay in
+        float32, as they have no such flag. None writes TensorBoard's files; SAC and TD3 log every 200 steps; DQN and
+        Ape-X use their final epsilon from the start. Intervals of two or three rounds are too narrow: in a simulation
+        (`tests/test_benchmark_stats.py`), what is called 95 % held the truth in some 80 % of cases with two rounds,
+        90 % with three. From one day to the next the same program can differ by more. First updates are
         timed once with an empty compile cache (cold) and once with a filled one (warm); those of SAC and TD3 come after
-        the first steps, in which they act at random.""")
+        the first steps, in which they act at random. What differs from our script in a peer:""")
+    lines += ["", *peer_differences([result for results in kinds.values() for result in results]), ""]
     pages = sorted(RESULTS.glob("throughput/**/throughput.md"))
     lines += ["Everything that was measured, with peak memory, the time of each part and LeanRL's published figures:"]
     for page in pages:
@@ -164,6 +165,15 @@ def speed_section() -> list[str]:
     lines += paragraph("""The environment alone is stepped at random, nonstop. `ppo_env_pool` can be faster than
         that: while it learns, its workers finish their steps.""")
     return [*lines, *sources([x for results in kinds.values() for x in results], are_marked=True), ""]
+
+
+def peer_differences(results: list[dict]) -> list[str]:
+    """A list of what is not alike in peers, each with the scripts beside which it was so."""
+    found = {}
+    for result in results:
+        for peer, text in throughput.all_differences(result).items():
+            found.setdefault((throughput.PEER_NAMES[peer], text), {})[f"`{result['script']}`"] = None
+    return [f"- {peer} beside {', '.join(sorted(scripts))}: {text}." for (peer, text), scripts in sorted(found.items())]
 
 
 def score_section() -> list[str]:
@@ -181,7 +191,8 @@ def score_section() -> list[str]:
             rows[-1] += [flags_cell(result["flags"], result["env_id"])]
         lines += [*table_with_flags(header, rows), ""]
         lines += [
-            "The mean over the seeds, with its 95 % interval; a run that never gets there counts with its length."
+            "The mean over the seeds, with its 95 % interval, which holds the truth in some 83 % of cases with five",
+            "seeds; a run that never gets there counts with its length.",
         ]
         lines += ["[All that was measured](benchmarks/results/time_to_score/time_to_score.md).", *sources(results), ""]
     records = load("speedrun/*.json")
@@ -343,7 +354,10 @@ def learning_section() -> list[str]:
     commits = {commit for summary in summaries for row in summary["rows"] for commit in row.get("commits", [])}
     commits = {commit[:12] + " with uncommitted changes" * commit.endswith("-dirty") for commit in commits}
     lines += paragraph("""Above, below: our interval beside CleanRL's mean ± std, which is of a few runs. No difference
-        seen: they overlap, which does not show that they are equal.""")
+        seen: they overlap, which does not show that they are equal. Of five seeds, an interquartile mean leaves out the
+        lowest and the highest; CleanRL's plain means do not. Intervals over few seeds are too narrow: in a simulation
+        (`tests/test_benchmark_stats.py`) those of five held the truth in 90 % of cases, of three in 75 %, of two in
+        half.""")
     return [*lines, f"Commits of the runs: {', '.join(sorted(commits))}.", ""]
 
 
