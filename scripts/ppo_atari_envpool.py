@@ -507,7 +507,7 @@ class Envs:
         tasks = Path("/proc/self/task")  # the threads of this process, on Linux
         threads = set(os.listdir(tasks)) if tasks.exists() else set()
         try:
-            settings |= without(json.loads(args.env_kwargs), {"seed", *settings} - {"num_threads"})
+            settings |= without(json.loads(args.env_kwargs), {"seed", "batch_size", *settings} - {"num_threads"})
             self.pools = [envpool.make_gymnasium(args.env_id, seed=part, **settings) for part in parts]
         except Exception as error:  # anything a constructor may raise
             fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}")
@@ -586,8 +586,9 @@ def set_matmul_precision(precision: str, device: torch.device) -> None:
 
 def validate(args: Args) -> torch.device:
     """Refuse settings that can't work, before any work is done; returns the device to learn on."""
+    kinds = {field.name: str(field.type) for field in fields(args)}  # a float may be given as 0
     for name, value in asdict(args).items():
-        least, most = LIMITS.get(name, (int(type(value) is int), math.inf))
+        least, most = LIMITS.get(name, (int(type(value) is int and "float" not in kinds[name]), math.inf))
         if type(value) in (int, float) and not (least <= value <= most and math.isfinite(value)):
             bound = f" and at most {most}" if most < math.inf else " and finite" * (type(value) is float)
             fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}")
@@ -613,9 +614,12 @@ def typed_flags() -> list[str]:
     words = [{"--cuda": "--device=auto", "--no-cuda": "--device=cpu"}.get(word, word) for word in sys.argv[1:]]
     instead = {"--torch-deterministic": "runs on a CPU always are", "--save-model": "each run leaves checkpoint.pt"}
     instead["--capture-video"] = "./run.sh evaluate RUN_DIR --video FILE.mp4"
-    for flag in [word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in words]:
+    flags = [word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in words]
+    for flag in flags:
         if flag in instead:
             fail(f"{flag} is a flag of CleanRL's; here {instead[flag]}")
+    if flags.count("--override") > 1:  # the parser would keep the last one only
+        fail("--override is given twice: name all settings after one, as in --override gamma=0.98 learning_rate=1e-4")
     return words
 
 

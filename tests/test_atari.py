@@ -557,6 +557,7 @@ def test_settings_of_the_games_reach_them():
         ({"num_minibatches": 3}, "32 rows can't be divided into 3 equal minibatches"),
         ({"total_timesteps": 31}, "less than one rollout"),
         ({"num_envs": 0}, "--num-envs must be at least 1"),
+        ({"env_kwargs": '{"batch_size": 2}'}, "batch_size"),
         ({"frame_skip": 0}, "--frame-skip must be at least 1"),
     ],
 )

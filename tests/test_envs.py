@@ -114,10 +114,13 @@ def test_backend_by_itself():
     assert ENVS.choose_backend("CheetahRun-v1", "auto", in_process=True) == "envpool"  # gymnasium does not have it
 
 
-def test_backend_of_several_environments(make):
+def test_backend_of_several_environments(make, capsys):
     """EnvPool has them all, unless they are to be kept in the process, or are a few whose step is short."""
     assert make("Hopper-v4", 2).backend == make("Pendulum-v1", 9).backend == "envpool"
     assert make("Hopper-v4", 2, sync_envs=True).backend == make("Hopper-v4", 1).backend == "gymnasium"
+    with pytest.raises(SystemExit):
+        make("CheetahRun-v1", 2, sync_envs=True)  # the flag would do nothing
+    assert "--sync-envs is for Gymnasium's environments; CheetahRun-v1 is EnvPool's" in capsys.readouterr().err
     few = make("Pendulum-v1", 8)
     assert few.backend == "gymnasium" and isinstance(few.vector, ENVS.SyncEnvs)
     assert few.summary == "environments: 8 by gymnasium, in this process"

@@ -3,6 +3,7 @@
 import math
 from copy import deepcopy
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -303,8 +304,23 @@ def test_without_its_replay_a_resumed_run_first_collects_anew(train, name):
 def test_actions_keep_each_dimensions_bounds_and_use_them(train, name):
     train(name, num_envs=1)
     actions, space = np.stack(tiny_envs.received), tiny_envs.PUSH
-    assert (actions >= space.low - 1e-6).all() and (actions <= space.high + 1e-6).all()
+    assert (actions >= space.low).all() and (actions <= space.high).all()
     assert (np.ptp(actions, axis=0) > 0.8 * (space.high - space.low)).all()
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+@pytest.mark.parametrize(("low", "high"), [(-2.0, -1.6), (-0.1, 0.5)])
+def test_a_saturated_policy_stays_within_bounds_that_rounding_misses(name, low, high):
+    """center + scale is not always the bound, but a float next to it, on the wrong side."""
+    script, space = load(name), gym.spaces.Box(low, high, (1,))
+    actor = script.Actor(3, space)
+    for weights in list(actor.parameters())[-2:]:
+        torch.nn.init.constant_(weights, 100.0)
+    envs = SimpleNamespace(obs_dim=3, action_space=space)
+    for sign in (1, -1):
+        torch.nn.init.constant_(list(actor.parameters())[-1], 1e6 * sign)
+        action = script.load_policy({"actor": actor.state_dict(), "args": {}}, envs)(np.ones((1, 3), np.float32))
+        assert space.contains(action[0].astype(np.float32)), action
 
 
 def test_squashed_density_is_that_of_the_transformed_distribution():

@@ -613,6 +613,17 @@ def test_override_of_what_cannot_change_is_refused(small_run, capsys, change, re
     assert reason in capsys.readouterr().err
 
 
+def test_override_twice_is_refused(monkeypatch, capsys):
+    """The parser keeps the last one, so the others would be ignored in silence."""
+    words = ["--resume", "runs/x", "--override", "gamma=0.9", "--override=tau=0.5"]
+    monkeypatch.setattr("sys.argv", ["dqn.py", *words])
+    with pytest.raises(SystemExit) as end:
+        load("dqn").typed_flags()
+    assert end.value.code == 2 and "--override is given twice" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["dqn.py", *words[:-1]])
+    assert load("dqn").typed_flags() == words[:-1]
+
+
 def test_override_counts_beside_a_flag_of_the_same_name(train, monkeypatch):
     """Typed again as it was, the flag does not undo it; by CleanRL's name another value is refused as by ours."""
     run = train("dqn", epsilon_end=0.1)

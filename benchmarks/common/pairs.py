@@ -42,7 +42,7 @@ class Pair:
     # Limits in tests/test_scripts_agree.py, raised where there is a reason, and names whose text differs in this pair
     most_changes: int = 25  # lines above the rule in which its two scripts differ
     most_above: int = 360  # lines above the rule
-    most_lines: int = 1070  # lines in total, without the functions that only compiled files have
+    most_lines: int = 1080  # lines in total, without the functions that only compiled files have
     own_texts: tuple[str, ...] = ()
 
 
@@ -178,7 +178,7 @@ TABLE = {
         own_tests="test_impala.py",
         most_changes=45,  # an update is one function, or two with a sum over learners in between
         most_above=420,
-        most_lines=1605,  # runners and learners of Ray
+        most_lines=1615,  # runners and learners of Ray
         own_texts=("warn_of_pixels",),  # it has convolutions for them
     ),
     "ppo_ray": Pair(
@@ -187,7 +187,7 @@ TABLE = {
         own_tests="test_ppo_ray.py",
         most_changes=45,  # a minibatch update is one function, or two with a sum over learners in between
         most_above=420,
-        most_lines=1830,  # runners and learners of Ray, environments that do not wait for each other
+        most_lines=1840,  # runners and learners of Ray, environments that do not wait for each other
         own_texts=("warn_of_pixels",),  # it has convolutions for them
     ),
     "apex_dqn_ray": Pair(
@@ -200,7 +200,7 @@ TABLE = {
     "a3c_ray": Pair(  # it acts as ppo does
         own_tests="test_a3c.py",
         most_above=410,
-        most_lines=1495,  # runners of Ray
+        most_lines=1505,  # runners of Ray
         own_texts=("Runner", "warn_of_pixels"),  # gradients; it has convolutions for pixels
     ),
 }  # fmt: skip
