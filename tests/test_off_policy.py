@@ -309,6 +309,15 @@ def test_actions_keep_each_dimensions_bounds_and_use_them(train, name):
 
 
 @pytest.mark.parametrize("name", CONTINUOUS)
+def test_no_action_beyond_the_bounds_reaches_an_environment(train, name):
+    for script in (name, f"{name}_torchcompile"):
+        beyond = lambda _, obs: np.full((len(obs), 2), 9, np.float32)  # noqa: E731
+        with mock.patch.object(load(script).Courier, "answer", beyond):
+            train(script, **({} if script == name else {"compile": False}), num_envs=1)
+        assert np.array_equal(tiny_envs.received[-1], tiny_envs.PUSH.high)
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
 @pytest.mark.parametrize(("low", "high"), [(-2.0, -1.6), (-0.1, 0.5)])
 def test_a_saturated_policy_stays_within_bounds_that_rounding_misses(name, low, high):
     """center + scale is not always the bound, but a float next to it, on the wrong side."""
