@@ -262,7 +262,7 @@ class Runner:
     """The paper's actor: V environments, each with its own epsilon, and a copy of the network, which steps them."""
 
     def __init__(self, args: Args, seeds: list[int]):
-        backend = choose_backend(args.env_id, args.env_backend, in_process=len(seeds) == 1)
+        backend = choose_backend(args.env_id, args.env_backend, in_process=len(seeds) == 1 or args.async_envs)
         self.args, self.envs = args, Envs(replace(args, env_backend=backend), seeds)
         space, self.actions = self.envs.observation_space, self.envs.action_space
         if not isinstance(self.actions, gym.spaces.Discrete):
@@ -454,8 +454,13 @@ def free_memory(device: torch.device) -> float:
 
 
 @torch.no_grad()
-def move_towards(targets: list[Tensor], weights: list[Tensor], tau: float | Tensor = 1.0) -> None:
-    """target <- (1 - tau) * target + tau * weight, for each pair, in place; tau = 1 copies."""
+def move_towards(targets: list[Tensor], weights: list[Tensor], tau: float | Tensor = 1.0, buffers=()) -> None:
+    """target <- (1 - tau) * target + tau * weight, for each pair, in place; tau = 1 copies.
+
+    Of `buffers`, such as the statistics of BatchNorm, pairs of a target's and its network's, the first becomes a copy.
+    """
+    for target, buffer in buffers:
+        target.copy_(buffer)
     if torch.compiler.is_compiling() and targets[0].device.type == "cpu":  # fused into loops, unlike the call below
         for target, weight in zip(targets, weights, strict=True):
             target.lerp_(weight, tau)
@@ -859,7 +864,7 @@ def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) ->
     """Raise a ValueError at NaN or infinity; in terminal observations, whose value is not used, set them to 0."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
-        obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
+        obs[terminated] = np.where(np.abs(obs[terminated]) < 3e38, obs[terminated], 0)
         if not (np.abs(obs).max() < 3e38 and np.abs(reward).max() < 3e38):
             raise ValueError("an observation or a reward is NaN or infinite")
 
@@ -907,8 +912,9 @@ class Envs:
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
         except Exception as error:  # anything a constructor may raise
             fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}")
-        if self.backend == "envpool" and vars(args).get("sync_envs"):
-            fail(f"--sync-envs is for Gymnasium's environments; {args.env_id} is EnvPool's, which has threads")
+        for how in ("sync", "async") if self.backend == "envpool" else ():
+            if vars(args).get(f"{how}_envs"):
+                fail(f"--{how}-envs is for Gymnasium's environments; {args.env_id} is EnvPool's, which has threads")
         self.action_shape = (len(seeds), *(self.action_space.shape or ()))  # the shape of some spaces is None
         where = "threads" if self.backend == "envpool" else "this process" if in_process else "worker processes"
         self.summary = f"environments: {len(seeds)} by {self.backend}, in {where}"
@@ -1186,13 +1192,15 @@ class OneRunner(Runners):
         self.runner, self.alive = Runner(args, self.seeds), {0}
         self.envs, self.clock = self.runner.envs, self.runner.clock  # one clock, as neither waits for the other
         self.spaces = self.envs.observation_space, self.envs.action_space
-        self.backend, self.close, step = self.envs.backend, self.envs.close, self.envs.step
+        self.backend, self.close = self.envs.backend, self.envs.close
+        stepper = getattr(self.runner, "turns", self.envs)  # what all steps go through
+        step = stepper.step
 
-        def stoppable(action: np.ndarray):
+        def stoppable(*arguments):
             run.stop_if_asked()  # within a fragment, which may take minutes
-            return step(action)
+            return step(*arguments)
 
-        self.envs.step = stoppable
+        stepper.step = stoppable
 
     def publish(self, *weights) -> None:
         self.weights = weights
@@ -1265,8 +1273,9 @@ def heard(function, *arguments):
     with contextlib.redirect_stderr(io.StringIO()) as output:
         try:
             return function(*arguments)
-        except SystemExit:
-            raise Refused(output.getvalue().strip().splitlines()[-1].removeprefix("error: ")) from None
+        except SystemExit as end:  # of `fail`, or of an environment
+            last = output.getvalue().strip().rpartition("\n")[2]
+            raise Refused(last.removeprefix("error: ") if last.startswith("error: ") else repr(end)) from None
 
 
 class RemoteRunner:

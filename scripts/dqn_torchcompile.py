@@ -214,7 +214,8 @@ def train(args: Args) -> Path:
             if run.step > first_update:
                 losses = update()
             if run.num_updates % steps_per_move == 0:
-                move_towards(list(target_network.parameters()), optimizer.weights, args.tau)
+                layer_buffers = zip(target_network.buffers(), network.buffers(), strict=True)
+                move_towards(list(target_network.parameters()), optimizer.weights, args.tau, layer_buffers)
         if actor is not network and run.step > first_update:
             copy_to_cpu(network, actor)
 
@@ -293,8 +294,13 @@ class ReplayBuffer(nn.Module):
 
 
 @torch.no_grad()
-def move_towards(targets: list[Tensor], weights: list[Tensor], tau: float | Tensor = 1.0) -> None:
-    """target <- (1 - tau) * target + tau * weight, for each pair, in place; tau = 1 copies."""
+def move_towards(targets: list[Tensor], weights: list[Tensor], tau: float | Tensor = 1.0, buffers=()) -> None:
+    """target <- (1 - tau) * target + tau * weight, for each pair, in place; tau = 1 copies.
+
+    Of `buffers`, such as the statistics of BatchNorm, pairs of a target's and its network's, the first becomes a copy.
+    """
+    for target, buffer in buffers:
+        target.copy_(buffer)
     if torch.compiler.is_compiling() and targets[0].device.type == "cpu":  # fused into loops, unlike the call below
         for target, weight in zip(targets, weights, strict=True):
             target.lerp_(weight, tau)
@@ -707,7 +713,7 @@ def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) ->
     """Raise a ValueError at NaN or infinity; in terminal observations, whose value is not used, set them to 0."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
-        obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
+        obs[terminated] = np.where(np.abs(obs[terminated]) < 3e38, obs[terminated], 0)
         if not (np.abs(obs).max() < 3e38 and np.abs(reward).max() < 3e38):
             raise ValueError("an observation or a reward is NaN or infinite")
 
@@ -760,8 +766,9 @@ class Envs:
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
         except Exception as error:  # anything a constructor may raise
             fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}")
-        if self.backend == "envpool" and vars(args).get("sync_envs"):
-            fail(f"--sync-envs is for Gymnasium's environments; {args.env_id} is EnvPool's, which has threads")
+        for how in ("sync", "async") if self.backend == "envpool" else ():
+            if vars(args).get(f"{how}_envs"):
+                fail(f"--{how}-envs is for Gymnasium's environments; {args.env_id} is EnvPool's, which has threads")
         self.action_shape = (len(seeds), *(self.action_space.shape or ()))  # the shape of some spaces is None
         where = "threads" if self.backend == "envpool" else "this process" if in_process else "worker processes"
         self.summary = f"environments: {len(seeds)} by {self.backend}, in {where}"

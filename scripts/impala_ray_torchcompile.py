@@ -272,7 +272,7 @@ class Runner:
     """The paper's actor: V environments and a copy of the policy, which steps them T times with the same weights."""
 
     def __init__(self, args: Args, seeds: list[int]):
-        backend = choose_backend(args.env_id, args.env_backend, in_process=len(seeds) == 1)
+        backend = choose_backend(args.env_id, args.env_backend, in_process=len(seeds) == 1 or args.async_envs)
         self.args, self.envs = args, Envs(replace(args, env_backend=backend), seeds)
         check_actions(args, self.envs.action_space)
         self.agent = ActorCritic(self.envs.observation_space, self.envs.action_space)
@@ -834,7 +834,7 @@ def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) ->
     """Raise a ValueError at NaN or infinity; in terminal observations, whose value is not used, set them to 0."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
-        obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
+        obs[terminated] = np.where(np.abs(obs[terminated]) < 3e38, obs[terminated], 0)
         if not (np.abs(obs).max() < 3e38 and np.abs(reward).max() < 3e38):
             raise ValueError("an observation or a reward is NaN or infinite")
 
@@ -882,8 +882,9 @@ class Envs:
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
         except Exception as error:  # anything a constructor may raise
             fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}")
-        if self.backend == "envpool" and vars(args).get("sync_envs"):
-            fail(f"--sync-envs is for Gymnasium's environments; {args.env_id} is EnvPool's, which has threads")
+        for how in ("sync", "async") if self.backend == "envpool" else ():
+            if vars(args).get(f"{how}_envs"):
+                fail(f"--{how}-envs is for Gymnasium's environments; {args.env_id} is EnvPool's, which has threads")
         self.action_shape = (len(seeds), *(self.action_space.shape or ()))  # the shape of some spaces is None
         where = "threads" if self.backend == "envpool" else "this process" if in_process else "worker processes"
         self.summary = f"environments: {len(seeds)} by {self.backend}, in {where}"
@@ -1078,13 +1079,15 @@ class OneRunner(Runners):
         self.runner, self.alive = Runner(args, self.seeds), {0}
         self.envs, self.clock = self.runner.envs, self.runner.clock  # one clock, as neither waits for the other
         self.spaces = self.envs.observation_space, self.envs.action_space
-        self.backend, self.close, step = self.envs.backend, self.envs.close, self.envs.step
+        self.backend, self.close = self.envs.backend, self.envs.close
+        stepper = getattr(self.runner, "turns", self.envs)  # what all steps go through
+        step = stepper.step
 
-        def stoppable(action: np.ndarray):
+        def stoppable(*arguments):
             run.stop_if_asked()  # within a fragment, which may take minutes
-            return step(action)
+            return step(*arguments)
 
-        self.envs.step = stoppable
+        stepper.step = stoppable
 
     def publish(self, *weights) -> None:
         self.weights = weights
@@ -1157,8 +1160,9 @@ def heard(function, *arguments):
     with contextlib.redirect_stderr(io.StringIO()) as output:
         try:
             return function(*arguments)
-        except SystemExit:
-            raise Refused(output.getvalue().strip().splitlines()[-1].removeprefix("error: ")) from None
+        except SystemExit as end:  # of `fail`, or of an environment
+            last = output.getvalue().strip().rpartition("\n")[2]
+            raise Refused(last.removeprefix("error: ") if last.startswith("error: ") else repr(end)) from None
 
 
 class RemoteRunner:
@@ -1374,10 +1378,11 @@ class RemoteLearner:
         for part, state in zip((self.agent, self.optimizer), states, strict=True):
             part.load_state_dict(state)
 
-    def learn(self, learning_rate: float, *fragments: tuple[np.ndarray, ...]) -> None:
+    def learn(self, learning_rate: float, share: list) -> None:
+        """Learn from fragments, given as references to them: one may be lost with the machine of its runner."""
         self.optimizer.learning_rate.fill_(learning_rate)
         try:
-            self.learn_from(fragments)
+            heard(self.learn_from, importlib.import_module("ray").get(list(share)))
         except Exception:
             torch.distributed.destroy_process_group()  # so that the others do not wait for this one
             raise
@@ -1432,7 +1437,7 @@ class OtherLearners:
         size = len(fragments) // max(1, len(self.actors))
         shares = [fragments[i * size : (i + 1) * size] for i in range(len(self.actors))]
         rate = float(learning_rate) if self.actors else None
-        self.results += [x.learn.remote(rate, *share) for x, share in zip(self.actors, shares, strict=True)]
+        self.results += [x.learn.remote(rate, share) for x, share in zip(self.actors, shares, strict=True)]
 
     def check(self, timeout: float) -> None:
         """End the run, if one of them has failed."""

@@ -793,7 +793,7 @@ def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) ->
     """Raise a ValueError at NaN or infinity; in terminal observations, whose value is not used, set them to 0."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
-        obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
+        obs[terminated] = np.where(np.abs(obs[terminated]) < 3e38, obs[terminated], 0)
         if not (np.abs(obs).max() < 3e38 and np.abs(reward).max() < 3e38):
             raise ValueError("an observation or a reward is NaN or infinite")
 
@@ -846,8 +846,9 @@ class Envs:
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
         except Exception as error:  # anything a constructor may raise
             fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}")
-        if self.backend == "envpool" and vars(args).get("sync_envs"):
-            fail(f"--sync-envs is for Gymnasium's environments; {args.env_id} is EnvPool's, which has threads")
+        for how in ("sync", "async") if self.backend == "envpool" else ():
+            if vars(args).get(f"{how}_envs"):
+                fail(f"--{how}-envs is for Gymnasium's environments; {args.env_id} is EnvPool's, which has threads")
         self.action_shape = (len(seeds), *(self.action_space.shape or ()))  # the shape of some spaces is None
         where = "threads" if self.backend == "envpool" else "this process" if in_process else "worker processes"
         self.summary = f"environments: {len(seeds)} by {self.backend}, in {where}"

@@ -759,7 +759,7 @@ def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) ->
     """Raise a ValueError at NaN or infinity; in terminal observations, whose value is not used, set them to 0."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
-        obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
+        obs[terminated] = np.where(np.abs(obs[terminated]) < 3e38, obs[terminated], 0)
         if not (np.abs(obs).max() < 3e38 and np.abs(reward).max() < 3e38):
             raise ValueError("an observation or a reward is NaN or infinite")
 
@@ -847,8 +847,11 @@ class Worker:
     index: int
     process: multiprocessing.process.BaseProcess
     connection: Connection
-    deadline: float  # of its current task, on the clock of time.monotonic()
     is_busy: bool = True  # it starts or steps; else it waits for the pool
+
+    def allow(self, seconds: float) -> None:
+        """Limit the time of what it does now."""
+        self.seconds, self.deadline = seconds, time.monotonic() + seconds
 
 
 class Pool:
@@ -866,6 +869,7 @@ class Pool:
     def __init__(self, args: Args, seeds: list[int]):
         choose_backend(args.env_id, "gymnasium", in_process=False)
         self.args, self.seeds, self.num_envs, self.spaces = args, seeds, len(seeds), None
+        self.step_seconds = args.step_timeout * args.envs_per_worker  # a worker steps its environments in turn
         self.infos, self.stop = defaultdict(list), fail  # `Run.open` puts a gentler way to stop here
         self.lost = np.zeros(self.num_envs, dtype=bool)
         self.context = multiprocessing.get_context(args.start_method)
@@ -900,8 +904,8 @@ class Pool:
         theirs.close()
         self.poller.register(ours, select.POLLIN)
         self.num_busy += 1
-        limit = max(STARTING_SECONDS, self.args.step_timeout * self.args.envs_per_worker)
-        self.worker_at[ours.fileno()] = worker = Worker(index, process, ours, time.monotonic() + limit)
+        self.worker_at[ours.fileno()] = worker = Worker(index, process, ours)
+        worker.allow(max(STARTING_SECONDS, self.step_seconds))
         return worker
 
     def admit(self, worker: Worker, spaces: list[tuple[gym.Space, gym.Space]]) -> None:
@@ -923,7 +927,7 @@ class Pool:
                 fail(f"environments differ in their spaces: {first} and, in worker {worker.index}, {second}")
         with contextlib.suppress(OSError):  # if it has died meanwhile, its closed pipe is noticed next
             reduction.send_handle(worker.connection, self.memory.fileno(), worker.process.pid)
-        worker.deadline = time.monotonic() + self.args.step_timeout * self.args.envs_per_worker
+        worker.allow(self.step_seconds)
 
     def listen(self) -> None:
         """Wait for messages from workers, half a second at most, and check now and then for hung or dead ones."""
@@ -936,7 +940,7 @@ class Pool:
         for worker in [x for x in self.workers if x.is_busy]:
             if now > worker.deadline:
                 worker.process.kill()
-                self.bury(worker, f"no answer in time, --step-timeout {self.args.step_timeout:g}")
+                self.bury(worker, f"no answer within {worker.seconds:g} s; --step-timeout allows more")
             elif not worker.process.is_alive() and not worker.connection.poll():
                 self.bury(worker)  # it is dead, but a child process of its own keeps the pipe open
 
@@ -997,10 +1001,10 @@ class Pool:
         """Let environments `ids` (K,), as `recv` returned them, take actions (K, A), or (K,) if these are discrete."""
         self.action[ids] = action.reshape(len(ids), *self.action_space.shape)
         self.lost[ids] = False
-        deadline = time.monotonic() + self.args.step_timeout * self.args.envs_per_worker
         for index in (ids[:: self.args.envs_per_worker] // self.args.envs_per_worker).tolist():
             worker = self.workers[index]
-            worker.is_busy, worker.deadline = True, deadline
+            worker.is_busy = True
+            worker.allow(self.step_seconds)
             self.num_busy += 1
             try:
                 os.write(worker.connection.fileno(), b"s")

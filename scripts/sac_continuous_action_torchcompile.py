@@ -209,8 +209,7 @@ def train(args: Args) -> Path:
     critics = nn.ModuleList(Critic(envs.obs_dim, action_dim, args.bf16) for _ in range(2)).to(device)
     temperature = Temperature(1.0 if args.autotune else args.alpha).to(device)
 
-    # compile: each pair of parameters of the two critics is stacked into one tensor. Weights are transposed, like
-    # the gradient of a batched product; otherwise it is copied element by element, which takes a tenth of an update
+    # compile: both critics' parameters, stacked; weights transposed, as gradients are, which else are copied, for 10 %
     modules = {True: critics[0], False: deepcopy(critics[0]).eval()}  # run an ensemble that is in training mode, or not
     critics = TensorDictParams(from_modules(*critics).apply(lambda x: x.mT.contiguous() if x.ndim == 3 else x))
 
@@ -225,6 +224,7 @@ def train(args: Args) -> Path:
     target_critics = deepcopy(critics)
     actor_optimizer, critic_optimizer = Adam(actor, args.policy_lr), Adam(critics, args.q_lr)
     alpha_optimizer, target_weights = Adam(temperature, args.q_lr), list(target_critics.parameters())
+    layer_buffers = [*zip(target_critics.buffers(), critics.buffers(), strict=True)]  # by default there are none
     num_updates = torch.tensor(run.num_updates, device=device)  # on the device: CUDA graphs read its current value
     buffer = ReplayBuffer(args.buffer_size, envs.obs_dim, action_dim, device)
 
@@ -244,7 +244,7 @@ def train(args: Args) -> Path:
         critic_losses = (q - target_q).square().mean(1)
         critic_optimizer.step(torch.autograd.grad(critic_losses.sum(), critic_optimizer.weights))
         is_due = num_updates.add_(1) % args.target_network_frequency == 0  # whether targets move in this update
-        move_towards(target_weights, critic_optimizer.weights, args.tau * is_due)
+        move_towards(target_weights, critic_optimizer.weights, args.tau * is_due, layer_buffers)
         return obs, *q.detach().mean(1), *critic_losses.detach(), critic_losses.detach().mean()
 
     def step_actor(obs: Tensor) -> tuple[Tensor, ...]:
@@ -396,8 +396,13 @@ class ReplayBuffer(nn.Module):
 
 
 @torch.no_grad()
-def move_towards(targets: list[Tensor], weights: list[Tensor], tau: float | Tensor = 1.0) -> None:
-    """target <- (1 - tau) * target + tau * weight, for each pair, in place; tau = 1 copies."""
+def move_towards(targets: list[Tensor], weights: list[Tensor], tau: float | Tensor = 1.0, buffers=()) -> None:
+    """target <- (1 - tau) * target + tau * weight, for each pair, in place; tau = 1 copies.
+
+    Of `buffers`, such as the statistics of BatchNorm, pairs of a target's and its network's, the first becomes a copy.
+    """
+    for target, buffer in buffers:
+        target.copy_(buffer)
     if torch.compiler.is_compiling() and targets[0].device.type == "cpu":  # fused into loops, unlike the call below
         for target, weight in zip(targets, weights, strict=True):
             target.lerp_(weight, tau)
@@ -805,7 +810,7 @@ def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) ->
     """Raise a ValueError at NaN or infinity; in terminal observations, whose value is not used, set them to 0."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
-        obs[terminated] = np.nan_to_num(obs[terminated], nan=0, posinf=0, neginf=0)
+        obs[terminated] = np.where(np.abs(obs[terminated]) < 3e38, obs[terminated], 0)
         if not (np.abs(obs).max() < 3e38 and np.abs(reward).max() < 3e38):
             raise ValueError("an observation or a reward is NaN or infinite")
 
@@ -858,8 +863,9 @@ class Envs:
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
         except Exception as error:  # anything a constructor may raise
             fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}")
-        if self.backend == "envpool" and vars(args).get("sync_envs"):
-            fail(f"--sync-envs is for Gymnasium's environments; {args.env_id} is EnvPool's, which has threads")
+        for how in ("sync", "async") if self.backend == "envpool" else ():
+            if vars(args).get(f"{how}_envs"):
+                fail(f"--{how}-envs is for Gymnasium's environments; {args.env_id} is EnvPool's, which has threads")
         self.action_shape = (len(seeds), *(self.action_space.shape or ()))  # the shape of some spaces is None
         where = "threads" if self.backend == "envpool" else "this process" if in_process else "worker processes"
         self.summary = f"environments: {len(seeds)} by {self.backend}, in {where}"

@@ -509,10 +509,30 @@ def test_twin_whose_updates_are_replayed_computes_the_same(train, monkeypatch, b
 
 
 def test_target_network_is_copied_when_due(train, monkeypatch):
+    """From the network, which stays as it is."""
     updates, moves = [], []
     step, move = SCRIPT.Adam.step, SCRIPT.move_towards
-    monkeypatch.setattr(SCRIPT.Adam, "step", lambda *x: (updates.append(1), step(*x))[1])
-    monkeypatch.setattr(SCRIPT, "move_towards", lambda *x: (moves.append(len(updates)), move(*x))[1])
+
+    def move_and_look(targets, weights):
+        before = [x.detach().clone() for x in weights]
+        assert not all(map(torch.equal, targets, before))
+        move(targets, weights)
+        assert all(map(torch.equal, targets, before)) and all(map(torch.equal, weights, before))
+        moves.append(len(updates))
+
+    def step_and_count(adam, gradients):
+        updates.append(adam.weights)
+        step(adam, gradients)
+
+    def publish(runners, version, weights):
+        """What acts is the network that learns, not its target."""
+        if updates:
+            np.testing.assert_array_equal(weights, torch.cat([x.detach().reshape(-1) for x in updates[0]]).numpy())
+        runners.weights = version, weights
+
+    monkeypatch.setattr(SCRIPT.Adam, "step", step_and_count)
+    monkeypatch.setattr(SCRIPT, "move_towards", move_and_look)
+    monkeypatch.setattr(SCRIPT.OneRunner, "publish", publish)
     run = train(target_network_frequency=7)
     assert moves == list(range(7, run.checkpoint["num_updates"] + 1, 7)) and len(moves) > 5
 
@@ -527,7 +547,8 @@ def test_resumed_run_goes_on(train, save_replay):
     steps = on.steps()[-1] - run.steps()[-1]
     learnt = steps if save_replay else steps - SMALL["learning_starts"]
     updates = on.checkpoint["num_updates"] - run.checkpoint["num_updates"]
-    assert updates == pytest.approx(learnt * 2 / 16, abs=8)  # a fragment has 32 steps
+    late = 0 if save_replay else 32  # the replay is full within a fragment, which has so many steps
+    assert (learnt - late) * 2 / 16 - 1 <= updates <= learnt * 2 / 16 + 1 and updates > 3
     if save_replay:
         before, after = run.checkpoint["replay"], on.checkpoint["replay"]
         assert after["num_added"] > before["num_added"] >= 10

@@ -177,6 +177,37 @@ def test_learns_from_what_the_games_gave(play, monkeypatch):
     assert games.reward.max() == 1 and (games.terminated & ~games.game_over).any()
 
 
+def test_the_loss_of_the_policy_goes_up_with_what_was_better_than_expected(train, monkeypatch):
+    """By the advantages of the rollout, which are no returns; a ratio grows with the probability of its action."""
+    script, seen, checked = SCRIPT, {}, []
+    forward, gae, policy_loss = script.ActorCritic.forward, script.gae, script.clipped_policy_loss
+
+    def note_forward(agent, *inputs):
+        seen["log_probs"], value = forward(agent, *inputs)
+        return seen["log_probs"], value
+
+    def note_gae(*inputs):
+        seen["advantage"] = gae(*inputs)
+        return seen["advantage"]
+
+    def check(ratio, advantage, valid, clip_coef):
+        (slope,) = torch.autograd.grad(ratio.sum(), seen["log_probs"], retain_graph=True)
+        assert ((slope != 0).sum(1) == 1).all()
+        torch.testing.assert_close(slope.sum(1), ratio.detach())
+        assert valid.all()
+        x = seen["advantage"].flatten()
+        expected = (x - x.mean()) / (x.std() + 1e-8)
+        torch.testing.assert_close(advantage.sort()[0], expected.sort()[0], rtol=1e-3, atol=1e-4)
+        checked.append(advantage.std())
+        return policy_loss(ratio, advantage, valid, clip_coef)
+
+    monkeypatch.setattr(script.ActorCritic, "forward", note_forward)
+    monkeypatch.setattr(script, "gae", note_gae)
+    monkeypatch.setattr(script, "clipped_policy_loss", check)
+    train(num_minibatches=1, update_epochs=2, total_timesteps=64)
+    assert len(checked) == 4 and all(checked)
+
+
 @pytest.mark.parametrize("async_envs", [False, True])
 def test_policy_sees_the_stacks_of_envpool(play, monkeypatch, async_envs):
     """Frames travel one by one; from rollout to rollout, after lost lives and in new games they make EnvPool's stacks.

@@ -49,7 +49,7 @@ def test_rungs_learn_the_same_over_several_rollouts():
 
 
 def test_a_rung_that_learns_something_else_is_noticed(monkeypatch):
-    def wrong(target, online, tau=1.0):
+    def wrong(target, online, tau=1.0, _buffers=()):
         rungs.move_one_by_one(target, online, 0.9 * tau)
 
     monkeypatch.setitem(LADDERS, "td3_continuous_action", (rungs.BASE, Trick("x", names={"move_towards": wrong})))

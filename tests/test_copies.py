@@ -763,6 +763,34 @@ def test_targets_in_eval_mode_have_no_dropout(copy, train_copy, name, twin):
     train_copy(module, name, **quick(name), **({"compile": False} if twin else {}))
 
 
+@pytest.mark.parametrize("twin", ["", "_torchcompile"])
+@pytest.mark.parametrize(("name", "frequency"), [("sac_continuous_action", 60), ("td3_continuous_action", 1)])
+def test_targets_get_the_statistics_of_batch_norm(copy, train_copy, tmp_path, name, frequency, twin):
+    """When they move, which is the last that is done in this run."""
+    module = copy(name + twin, ("nn.Linear(256, 1),", "nn.BatchNorm1d(256), nn.Linear(256, 1),"))
+    train_copy(module, name, **quick(name), policy_frequency=frequency, **({"compile": False} if twin else {}))
+    checkpoint = torch.load(tmp_path / "copy_run0" / "checkpoint.pt", weights_only=True)
+    found = {key: x for key, x in checkpoint["critics"].items() if "running" in key}
+    assert found
+    for key, statistics in found.items():
+        assert torch.equal(checkpoint["target_critics"][key], statistics) and statistics.abs().mean() > 0.01
+
+
+@pytest.mark.parametrize("twin", ["", "_torchcompile"])
+def test_the_target_of_dqn_gets_buffers(copy, train_copy, tmp_path, twin):
+    """Here a count that differs between both, as they see different observations."""
+    forward = "        return self.net(obs)\n"
+    module = copy(
+        f"dqn{twin}",
+        (forward, f"        self.seen += obs.abs().mean()\n{forward}"),
+        ("        self.net = nn", "        self.register_buffer('seen', torch.zeros(()))\n        self.net = nn"),
+    )
+    settings = {"total_timesteps": 350, "target_network_frequency": 50} | ({"compile": False} if twin else {})
+    train_copy(module, "dqn", **settings)
+    checkpoint = torch.load(tmp_path / "copy_run0" / "checkpoint.pt", weights_only=True)
+    assert checkpoint["network"]["seen"] == checkpoint["target_network"]["seen"] > 0
+
+
 @pytest.mark.parametrize("name", ["sac_continuous_action", "td3_continuous_action"])
 def test_targets_that_change_their_mode_in_the_loop_are_refused(copy, train_copy, capsys, name):
     """Compiled code would keep the first one."""
@@ -867,7 +895,7 @@ def test_weights_put_into_another_tensor_are_refused(copy, train_copy, capsys):
 
 
 @pytest.mark.parametrize("layer", [nn.Dropout2d(0.1), nn.BatchNorm2d(32)], ids=lambda layer: type(layer).__name__)
-@pytest.mark.parametrize("name", [x for x in EAGER if "check_layers(" in Path(load(x).__file__).read_text()])
+@pytest.mark.parametrize("name", [x.stem for x, _ in helpers.PAIRS if "check_layers(" in x.read_text()])
 def test_layers_of_a_network_for_frames_that_act_otherwise_are_refused(name, layer, capsys):
     plumbing = load(name)
     plumbing.check_layers(nn.Sequential(nn.Conv2d(4, 32, 2), nn.LayerNorm(8), nn.ReLU()))

@@ -101,7 +101,7 @@ def error_of(capfd, name: str, run_dir=None, **settings) -> tuple[int, str]:
 # Numbers that are not finite
 
 
-@pytest.mark.parametrize(("name", "value"), [*((name, math.nan) for name in EAGER), ("ppo", math.inf)])
+@pytest.mark.parametrize(("name", "value"), [*((name, math.nan) for name in EAGER), ("ppo", math.inf), ("ppo", 3.2e38)])
 def test_what_follows_a_termination_may_be_anything(train, monkeypatch, name, value):
     """Nobody learns from it, and 0 * NaN is not 0."""
     script, runs = load(name), []

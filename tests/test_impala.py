@@ -381,7 +381,8 @@ def test_two_learners_are_one_with_twice_the_batch():
         for i in range(0, 200, 2):
             for _ in range(2):
                 pair = batches[i : i + 2]
-                learners.update(optimizer.learning_rate, pair[args.batch_fragments :])
+                shared = [runners.ray.put(x) for x in pair[args.batch_fragments :]]
+                learners.update(optimizer.learning_rate, shared)
                 learn(pair[: args.batch_fragments])
         agents.append(script.get_weights(agent))
         for actor in learners.actors:
@@ -429,6 +430,21 @@ def test_a_learner_that_breaks_ends_the_run_at_once(train, monkeypatch):
     with pytest.raises(SystemExit) as end:
         train(num_runners=2, num_learners=2, total_timesteps=512)
     assert "a learner died" in end.value.code and time.perf_counter() - start < 60
+
+
+@on_ray
+def test_a_fragment_lost_on_its_way_to_a_learner_ends_the_run_at_once(train, monkeypatch):
+    """As when the machine dies on which it waits: the learner that misses it tells the others."""
+    update, start = SCRIPT.OtherLearners.update, time.perf_counter()
+
+    def lose(learners, learning_rate, fragments):
+        lost = learners.runners.ray.remote(lambda: 1 / 0).remote()
+        update(learners, learning_rate, [lost] * len(fragments))
+
+    monkeypatch.setattr(SCRIPT.OtherLearners, "update", lose)
+    with pytest.raises(SystemExit) as end:
+        train(num_runners=2, num_learners=2, total_timesteps=512)
+    assert "a learner died: ZeroDivisionError" in end.value.code and time.perf_counter() - start < 60
 
 
 @on_ray

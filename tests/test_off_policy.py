@@ -204,6 +204,36 @@ def test_sac_targets_take_turns_after_2_to_the_24_updates(train):
     assert shares == pytest.approx([0, FAST["tau"]] * 10)
 
 
+def test_sac_draws_normal_noise_by_itself():
+    script, space = load("sac_continuous_action"), gym.spaces.Box(-2, 4, (2,))
+    torch.manual_seed(1)
+    actor = script.Actor(3, space)
+    with torch.no_grad():
+        mean, log_std = actor(torch.ones(1, 3))
+        action = actor.sample(torch.ones(200_000, 3))[0]
+        x = (((action - 1) / 3).atanh() - mean) / log_std.exp()
+    torch.testing.assert_close(x.mean(0), torch.zeros(2), atol=0.02, rtol=0)
+    torch.testing.assert_close(x.std(0), torch.ones(2), atol=0.02, rtol=0)
+    assert (x.abs() > 3).float().mean() == pytest.approx(0.0027, abs=0.001)
+
+
+def test_td3_acts_by_its_actor(train, monkeypatch):
+    """Which is not the target, though that is near it."""
+    script, acting, aiming = load("td3_continuous_action"), [], []
+    noisy = script.Actor.noisy
+
+    def note(actor, obs, std, clip=math.inf, noise=None):
+        (aiming if noise is None else acting).append(actor)
+        return noisy(actor, obs, std, clip, noise)
+
+    monkeypatch.setattr(script.Actor, "noisy", note)
+    run = train("td3_continuous_action").checkpoint
+    for actors, part in ((acting, "actor"), (aiming, "target_actor")):
+        assert len(set(map(id, actors))) == 1
+        assert all(torch.equal(x, run[part][name]) for name, x in actors[0].state_dict().items())
+    assert not torch.equal(run["actor"]["net.0.weight"], run["target_actor"]["net.0.weight"])
+
+
 @pytest.mark.parametrize("name", ["sac_continuous_action", "td3_continuous_action"])
 def test_a_rounded_policy_is_played_rounded(train, name):
     """By the layers that it has learnt with."""

@@ -3,6 +3,7 @@
 What plumbing does for all scripts over Ray is shown in test_impala.py: it is one text.
 """
 
+import signal
 import time
 from unittest import mock
 
@@ -195,6 +196,22 @@ def test_environments_that_do_not_wait_bring_the_same():
         for x, y in zip(a, b, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
     ready.envs.close()
+
+
+def test_a_signal_is_heard_within_a_fragment_of_environments_that_do_not_wait(train, monkeypatch):
+    """In one process: the run ends at the next step."""
+    step, calls = SCRIPT.FirstReady.step, []
+
+    def counted(turns, *arguments):
+        calls.append(len(calls))
+        if len(calls) == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return step(turns, *arguments)
+
+    monkeypatch.setattr(SCRIPT.FirstReady, "step", counted)
+    with pytest.raises(SystemExit) as end:
+        train(async_envs=True)
+    assert end.value.code == 128 + signal.SIGTERM and len(calls) == 5
 
 
 def test_an_environment_that_breaks_in_a_worker_is_named(tmp_path):
@@ -477,7 +494,8 @@ def test_two_learners_are_one_with_the_same_minibatches():
             learners.join(torch.device("cpu"), agent, optimizer)
             with mock.patch.object(script, "draw_permutations", draw_for_both if count == 1 else draw):
                 for batch in batches:
-                    learners.update(optimizer.learning_rate, batch[2 // count :])
+                    shared = [ray_runners.ray.put(x) for x in batch[2 // count :]]
+                    learners.update(optimizer.learning_rate, shared)
                     learn(batch[: 2 // count])
             agents.append(script.get_weights(agent))
             others = [x.__ray_call__.remote(lambda self: get_weights(self.agent)) for x in learners.actors]

@@ -1,5 +1,8 @@
 """What all scripts over Ray share: runners with numbers of their own, learners with shares of their own."""
 
+import sys
+from copy import deepcopy
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -59,6 +62,54 @@ def test_noise_is_new_in_each_fragment(name):
 # Actions
 
 
+@pytest.mark.parametrize("env_id", ["tiny_envs:DiscreteStream-v0", "tiny_envs:Stream-v0"])
+@pytest.mark.parametrize("name", ACTOR_CRITICS)
+def test_actions_are_what_the_policy_and_the_noise_say(name, env_id, monkeypatch):
+    """At the observations beside them, which PPO normalizes; so are their log-probabilities."""
+    script, given = load(name), []
+    own = {"norm_obs": True} if name == "ppo_ray" else {}
+    args = script.Args(**small_settings(name) | own | {"num_runners": 1, "env_id": env_id})
+    runner = script.Runner(args, list(range(args.envs_per_runner)))
+    agent = script.ActorCritic(runner.envs.observation_space, runner.envs.action_space)
+    with torch.no_grad():
+        for weight in agent.parameters():
+            weight.add_(0.3 * torch.randn_like(weight))
+    if name == "a3c_ray":  # its fragments stay where they are made
+        gradient = runner.gradient
+        monkeypatch.setattr(runner, "gradient", lambda *x: (given.append([y.numpy() for y in x]), gradient(*x))[1])
+    known = (200, np.full(runner.envs.obs_dim, 0.5), np.full(runner.envs.obs_dim, 300.0)), test_ppo_ray.NOTHING[1]
+    for version in range(2):
+        rng = deepcopy(runner.rng)
+        _, fragment = runner.sample(version, script.get_weights(agent), *(known if name == "ppo_ray" else ()))
+        obs, action, rows = given.pop() if name == "a3c_ray" else fragment
+        with torch.no_grad():
+            output = agent(torch.tensor(obs[:-1]).flatten(0, 1))[0]
+            log_prob = agent.log_prob(output, torch.tensor(action).flatten(0, 1)).numpy()
+        sample = output.numpy().reshape(*action.shape[:2], -1) + agent.noise(rng, *action.shape[:2])
+        expected = sample.argmax(-1) if agent.is_discrete else sample
+        np.testing.assert_allclose(action, expected, rtol=1e-4, atol=1e-5)
+        assert len(np.unique(action)) > 1 and np.abs(obs[:-1] - obs[:1]).max() > 0.1
+        if name != "a3c_ray":
+            np.testing.assert_allclose(rows[..., 4].ravel(), log_prob, rtol=1e-3, atol=1e-4)
+
+
+def test_actors_of_apex_take_the_action_of_the_highest_value():
+    """At the observation beside it, by the weights that came with the request, where they do not explore."""
+    script = load("apex_dqn_ray")
+    settings = {"env_id": "tiny_envs:DiscreteStream-v0", "epsilon_base": 0.0, "num_runners": 1}
+    args = script.Args(**small_settings("apex_dqn_ray") | settings)
+    runner = script.Runner(args, list(range(args.envs_per_runner)))
+    network = script.QNetwork(runner.envs.observation_space, int(runner.actions.n), args.dueling)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.add_(0.3 * torch.randn_like(weight))
+    runner.sample(0, script.get_weights(network))  # the first rows of the next one come from here
+    _, (obs, _, columns) = runner.sample(1, script.get_weights(network))
+    with torch.no_grad():
+        expected = network(torch.tensor(obs[: len(columns)]).flatten(0, 1)).argmax(1)
+    assert (columns[..., 0].ravel() == expected.numpy()).all() and len(expected.unique()) > 1
+
+
 @pytest.mark.parametrize("name", ACTOR_CRITICS)
 def test_runners_give_environments_actions_as_they_take_them(train, name):
     for env_id in ("tiny_envs:Choose-v0", "tiny_envs:Reach-v0"):
@@ -91,9 +142,43 @@ def test_other_learners_get_the_learning_rate_and_fragments_of_their_own(name):
     learners = object.__new__(script.OtherLearners)
     learners.results, learners.actors = [], [mock.Mock() for _ in range(3)]
     learners.update(torch.tensor(0.5), list("abcdef"))
-    assert [x.learn.remote.call_args.args for x in learners.actors] == [(0.5, *pair) for pair in ("ab", "cd", "ef")]
+    shares = [["a", "b"], ["c", "d"], ["e", "f"]]
+    assert [x.learn.remote.call_args.args for x in learners.actors] == [(0.5, share) for share in shares]
     learner = object.__new__(script.RemoteLearner)
     learner.optimizer = SimpleNamespace(learning_rate=torch.tensor(1.0))
     learner.learn_from = lambda fragments: seen.append((float(learner.optimizer.learning_rate), fragments))
-    learner.learn(0.5, "a", "b")
-    assert seen == [(0.5, ("a", "b"))]
+    ray = SimpleNamespace(get=lambda references: [x.upper() for x in references])
+    with mock.patch.dict(sys.modules, ray=ray):
+        learner.learn(0.5, ["a", "b"])
+    assert seen == [(0.5, ["A", "B"])]
+
+
+def test_what_ends_a_call_in_another_process_is_told():
+    """A message of `fail`, whatever was printed before; and an environment's `sys.exit`, which prints nothing."""
+    script = load("ppo_ray")
+
+    def refuse(*_):
+        print("a warning", file=sys.stderr)
+        script.fail("there is no compiler")
+
+    for function, message in ((refuse, "there is no compiler"), (sys.exit, "SystemExit('a licence is missing')")):
+        with pytest.raises(script.Refused) as error:
+            script.heard(function, "a licence is missing")
+        assert str(error.value) == message
+
+
+# Environments
+
+
+@pytest.mark.parametrize("name", RAY)
+def test_async_envs_are_those_of_gymnasium(name, capsys):
+    """Also where EnvPool has the environment, and would be taken by default."""
+    script, env_id = load(name), "CartPole-v1" if name == "apex_dqn_ray" else "Hopper-v4"
+    args = script.Args(**small_settings(name) | {"env_id": env_id, "envs_per_runner": 9})
+    for async_envs, where in ((False, "envpool, in threads"), (True, "gymnasium, in worker processes")):
+        envs = script.Runner(replace(args, async_envs=async_envs), list(range(9))).envs
+        assert envs.summary == f"environments: 9 by {where}"
+        envs.close()
+    with pytest.raises(SystemExit):  # the flag would do nothing
+        script.Envs(replace(args, env_id="CheetahRun-v1", async_envs=True), [1, 2])
+    assert "--async-envs is for Gymnasium's environments; CheetahRun-v1 is EnvPool's" in capsys.readouterr().err

@@ -13,8 +13,8 @@ from benchmarks.common.programs import SCRIPTS
 
 # Integers among them; others are sizes, which may be bound to each other
 INTEGERS = "update_epochs", "policy_frequency", "target_network_frequency", "n_step", "batch_updates"
-# What does not change what is learnt, or not by itself
-LEFT_OUT = {"save_replay", "alpha"}
+# What does not change what is learnt, or not by itself, or not with a single runner
+LEFT_OUT = {"save_replay", "alpha", "sync_gradients"}
 # Those of Adam that are no setting: PPO's are those of CleanRL
 ADAM_EPS = {"dqn": 1e-8, "sac_continuous_action": 1e-8, "td3_continuous_action": 1e-8, "apex_dqn_ray": 1e-8}
 ADAM_EPS |= {"impala_ray": 1e-3, "a3c_ray": 1e-3}  # --adam-eps
@@ -25,8 +25,8 @@ LARGE = {"learning_rate": 0.03}
 def own_settings(name: str) -> list[str]:
     """The numbers and switches below the last heading in a script's `Args`, which is its algorithm's."""
     text = (SCRIPTS / f"{name}.py").read_text()
-    text = re.split(r"\n    # [^\n]+\n", text[text.index("class Args:") : text.index("\nMETRICS")])[-1]
-    names = re.findall(r"^    (\w+): (float|bool|int)\b", text, re.MULTILINE)
+    text = text[text.index("class Args:") : text.index("\nMETRICS")].partition("\n    # Not settings")[0]
+    names = re.findall(r"^    (\w+): (float|bool|int)\b", re.split(r"\n    # [^\n]+\n", text)[-1], re.MULTILINE)
     known = {field.name for field in fields(load(name).Args)} - LEFT_OUT
     return [x for x, kind in names if x in known and (kind != "int" or x in INTEGERS)]
 
@@ -48,7 +48,9 @@ def changed(value: float | bool | None, setting: str) -> float | bool:
         return not value
     if isinstance(value, int):
         return 2 * value
-    return 1e-6 if setting == "target_kl" else value / 2 if value else 0.5
+    if setting in ("target_kl", "max_grad_norm"):  # a bound that must be reached
+        return 1e-6
+    return value / 2 if value else 0.5
 
 
 # A run of Atari takes half a minute
@@ -56,6 +58,7 @@ def changed(value: float | bool | None, setting: str) -> float | bool:
 def test_each_setting_counts(train, name):
     flags, silent = small(name), []
     first, defaults = learnt(train(name, **flags)), {x.name: x.default for x in fields(load(name).Args)} | small(name)
+    assert len(own_settings(name)) >= 5
     for setting in own_settings(name):
         again = learnt(train(name, **flags | {setting: changed(defaults[setting], setting)}))
         silent += [setting] * all(map(torch.equal, first, again))

@@ -115,7 +115,7 @@ class ArraysBuffer:
 
 
 @torch.no_grad()
-def move_one_by_one(targets: list[torch.Tensor], weights: list[torch.Tensor], tau: float = 1.0) -> None:
+def move_one_by_one(targets: list[torch.Tensor], weights: list[torch.Tensor], tau: float = 1.0, _buffers=()) -> None:
     """In place of `move_towards`: a call for each parameter."""
     for old, new in zip(targets, weights, strict=True):
         old.copy_((1 - tau) * old + tau * new)
