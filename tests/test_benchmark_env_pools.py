@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -94,3 +97,32 @@ def test_scaling_is_told_beside_its_model(tmp_path):
     assert "it could take 100,000 steps/s, 4.40 MB/s, 16.3 sets" in text
     assert "those of 666 such runners" in text and "150% of what one learner can take" in text
     assert {path.name for path in tmp_path.iterdir()} == {"scaling.json", "scaling.md", "scaling.png"}
+
+
+def test_what_a_step_costs_the_learner_is_the_mean_over_the_log(monkeypatch, tmp_path):
+    """Of two runners and the learner, from the first line on with both up; a single line may be far off."""
+    shares = ((0, 1, 90, 0), (100, 2, 50, 50), (1100, 2, 2, 1), (2100, 2, 60, 9))
+    lines = [
+        {"seconds": float(i), "global_step": step, "runners/alive": alive, "time/learning": a, "time/weights": b,
+         "runners/staleness_max": 1}
+        for i, (step, alive, a, b) in enumerate(shares)
+    ]  # fmt: skip
+    monkeypatch.setattr(scaling, "train", lambda *_, **__: (1000.0, lines))
+    cluster = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, "ray.cluster_utils", mock.MagicMock(Cluster=cluster))
+    with mock.patch.dict(os.environ):
+        row = scaling.measure_cluster(scaling.Options(runners=2, out=tmp_path), 1)
+    assert row["learner_seconds_per_step"] == pytest.approx(3 * (0.03 + 0.69) / 2000)
+
+
+def test_a_part_with_fewer_rounds_or_rows_does_not_replace_a_whole_one(monkeypatch, tmp_path):
+    def measure_with(*names, rounds=2):
+        result = {"rows": [{"name": name} for name in names]}
+        monkeypatch.setattr(env_pools, "measure_overhead", lambda _: result)
+        env_pools.main(env_pools.Options(parts=("overhead",), rounds=rounds, out=tmp_path))
+        known = json.loads((tmp_path / "overhead.json").read_text())
+        return [row["name"] for row in known["rows"]], known["rounds"]
+
+    monkeypatch.setattr(env_pools, "write_summary", lambda _: "")
+    assert measure_with("a") == (["a"], 2) and measure_with("a", "b") == (["a", "b"], 2)
+    assert measure_with("b") == measure_with("a", "b", rounds=1) == (["a", "b"], 2)

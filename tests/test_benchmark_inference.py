@@ -16,6 +16,7 @@ from benchmarks.acting.networks import NETWORKS, draw_inputs, make_act
 from benchmarks.acting.paths import Built, build, path_names
 from benchmarks.common import turns
 from benchmarks.common.programs import pairs
+from benchmarks.common.results import provenance
 
 CPU = torch.device("cpu")
 
@@ -41,6 +42,27 @@ def test_inference_from_end_to_end(tmp_path):
         assert own["speedup"] == pytest.approx(own["eager_p50_us"] / own["p50_us"], rel=0.5)
     text = (tmp_path / "inference.md").read_text()
     assert text in done.stdout and inference.best_line(result) in text and "failed: " in text and "/tmp" not in text
+
+
+def test_a_result_with_paths_that_did_not_get_their_time_replaces_no_whole_one(tmp_path, monkeypatch):
+    """Nor is half a call enough to make up for an update."""
+
+    def measure_with(*broken):
+        cells = [
+            {"path": path, "batch_size": 1} | ({"error": "no time left"} if path in broken else {}) for path in paths
+        ]
+        result = {"network": "ppo", "device": "cpu", "threads": 1, "batch_sizes": [1], "cells": cells}
+        monkeypatch.setattr(inference, "measure", lambda *x: x[-1](result | {"provenance": provenance()}))
+        inference.main(
+            inference.Options(("ppo",), ("numpy", "eager"), batch_sizes=(1,), devices=("cpu",), out=tmp_path)
+        )
+        return [cell for cell in json.loads((tmp_path / "ppo.cpu.json").read_text())["cells"] if "error" in cell]
+
+    paths = ("eager", "numpy")
+    monkeypatch.setattr(inference, "write_summary", lambda _: "")
+    assert len(measure_with("numpy")) == 1 and measure_with() == []
+    assert measure_with("numpy") == [] and (tmp_path / "ppo.cpu.json.part").exists()
+    assert [inference.calls(x) for x in (None, 0, 0.2, 1234.5)] == ["never", "0", "1", "1,235"]
 
 
 def contestant(code: str, output: Path) -> turns.Contestant:
@@ -210,7 +232,7 @@ def test_one_line_names_the_best():
     assert inference.best_line(result) == "Best for ppo on cpu, by batch size: 1: good (+100 %), 4,096: eager."
     copied = cell("copied", 2.0, refresh_seconds=0.0015, refresh_calls=30.2)
     assert inference.best_paths(result | {"cells": [copied], "batch_sizes": [1]}) == {
-        1: "copied (+100 %; 1.5 ms an update, made up for by 30 calls)"
+        1: "copied (+100 %; 1.5 ms an update, made up for by 31 calls)"
     }
 
 

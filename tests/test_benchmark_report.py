@@ -150,7 +150,9 @@ def test_a_resumed_run_names_its_commits(tmp_path):
     resumed = [{"global_step": 1000, "commit": "beef"}, {"global_step": 2000, "commit": "beef"}]
     make_run(tmp_path / "a", curve(480), total=500_000, resumed=resumed)
     (row,) = report.write_report([tmp_path], tmp_path / "out")["rows"]
-    assert row["commits"] == ["beef", "c0ffee"] and row["notes"] == ["a: resumed, commits c0ffee, then beef"]
+    assert row["commits"] == ["beef", "c0ffee"] and row["notes"] == [
+        "a: resumed at step 1,000 and 2,000; commits c0ffee, then beef"
+    ]
 
 
 def test_settings_that_a_resumed_run_changed_count(tmp_path):
@@ -158,7 +160,7 @@ def test_settings_that_a_resumed_run_changed_count(tmp_path):
     resumed = [{"global_step": 1000, "commit": "c0ffee", "changed": {"learning_rate": 1e-3}}]
     make_run(tmp_path / "a", curve(480), total=500_000, resumed=resumed)
     (row,) = report.write_report([tmp_path], tmp_path / "out")["rows"]
-    assert row["notes"] == ["a: resumed, with learning_rate = 0.001"]
+    assert row["notes"] == ["a: resumed at step 1,000; with learning_rate = 0.001"]
     assert runs.read_run(tmp_path / "a").args["learning_rate"] == 1e-3
     resumed[0]["changed"] = {"total_timesteps": 1_000_000}
     make_run(tmp_path / "b" / "a", curve(480), total=500_000, resumed=resumed)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from unittest import mock
@@ -19,6 +20,7 @@ from benchmark_helpers import benchmark, benchmark_here, refusal, toy_flags
 from benchmarks.common import processes, results, runs
 from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import PEERS, RLLIB_PYTHON, ROOT, SCRIPTS, load_script
+from benchmarks.common.results import provenance, write_json
 from benchmarks.throughput import ceilings, peers, throughput
 
 FLAGS = " ".join(["--log-every=50", "--learning-starts=100", "--total-timesteps=4000"])
@@ -67,10 +69,26 @@ def test_a_contestant_that_fails_is_shown_and_the_others_count(tmp_path, capsys)
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rounds": 2, "ceilings": False}, "ceilings, which --no-ceilings would lack, and 3 rounds, more than yours"),
+        ({"flags": "--gamma -0.9"}, "has flags --gamma 0.9"),
+    ],
+)
+def test_less_does_not_replace_more(tmp_path, capsys, change, message):
+    known = {"contestants": {"eager": {}}, "flags": "--gamma 0.9", "rounds": 3, "ceilings": {}}
+    known |= {"break_even_steps": {}, "provenance": provenance()}
+    write_json(tmp_path / "ppo_gamma_0_9.json", known)
+    options = throughput.Options(("ppo",), ("eager",), rounds=3, flags="--gamma 0.9", out=tmp_path)
+    assert message in refusal(throughput.main, replace(options, **change), capsys)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"scripts": ("sarsa",)}, "no script sarsa; there are a3c_ray"),
         ({"rounds": 0}, "--rounds"),
+        ({"scripts": ("ppo_env_pool",), "peers": ("sb3",)}, "--peers sb3: it trains none of ppo_env_pool"),
         ({"out": Path("/dev/null/x")}, "can't write"),
     ],
 )

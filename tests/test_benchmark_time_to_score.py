@@ -160,6 +160,32 @@ def test_a_stopped_command_goes_on_and_a_whole_one_begins_anew(monkeypatch, tmp_
     assert seconds() == [10, 11, 12, 13] and not part.exists()
 
 
+def test_of_several_tasks_those_that_are_whole_are_not_measured_again(monkeypatch, tmp_path):
+    """After a stop in the second one; when both are whole, the same command begins anew."""
+    here = provenance() | {"uncommitted_changes": False}
+    here.pop("changed_until", None)
+    monkeypatch.setattr(results, "provenance", lambda: here)
+    monkeypatch.setattr(time_to_score, "provenance", lambda: here)
+    calls = []
+
+    def run_once(arguments, *_, **__):
+        calls.append((arguments[-3], arguments[-1]))
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return outcome(float(len(calls)))
+
+    monkeypatch.setattr(time_to_score, "run_once", run_once)
+    tasks = ("ppo:CartPole-v1", "ppo:Acrobot-v1")
+    options = time_to_score.Options(tasks, ("eager",), (), (1, 2), 15.0, out=tmp_path)
+    with pytest.raises(SystemExit):
+        time_to_score.main(options)
+    time_to_score.main(options)
+    first, second = (("CartPole-v1", "1"), ("CartPole-v1", "2")), (("Acrobot-v1", "1"), ("Acrobot-v1", "2"))
+    assert calls == [*first, *second, second[1]]
+    time_to_score.main(options)
+    assert calls[5:] == [*first, *second]
+
+
 def test_scores_are_those_that_are_published(tmp_path, capsys):
     tasks = time_to_score.check(time_to_score.Options(peers=(), out=tmp_path))
     scored = {(name, env_id) for name, pair in TABLE.items() for env_id in pair.scored}

@@ -14,6 +14,7 @@ minute.
 Leaves: in --out a JSON file per network and device, and inference.md and inference.png from all JSON files there.
 """
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -157,7 +158,7 @@ def best_line(result: dict) -> str:
 
 
 def calls(number: float | None) -> str:
-    return "never" if number is None else f"{number:,.0f}"
+    return "never" if number is None else f"{math.ceil(number):,}"
 
 
 def row_of(cell: dict) -> list[str]:
@@ -223,14 +224,19 @@ def main(options: Options) -> None:
     targets, sizes = {}, list(options.batch_sizes)
     for network, device in product(options.networks, options.devices):
         path = options.out / f"{network}.{device}.json"
-        targets[network, device] = target = Target(path, network=network, device=device, batch_sizes=sizes)
+        own = {"network": network, "device": device, "threads": options.threads, "batch_sizes": sizes}
+        targets[network, device] = target = Target(path, **own)
         known = {cell["path"] for cell in target.old.get("cells", [])}
         if missing := sorted(known - set(paths_of(device, options))):
             fail(f"{path} has the paths {', '.join(missing)}, which yours would lack: give another --out")
 
+    def good(cells: list[dict]) -> set[tuple[str, int]]:
+        return {(cell["path"], cell["batch_size"]) for cell in cells if "error" not in cell}
+
     def on_result(result: dict) -> None:
-        is_whole = any("error" not in cell for cell in result["cells"])  # some ways do not exist for all networks
-        targets[result["network"], result["device"]].write(result, is_whole)
+        target = targets[result["network"], result["device"]]
+        ours, before = good(result["cells"]), good(target.old.get("cells", []))
+        target.write(result, bool(ours) and before <= ours)  # some ways do not exist for all networks
 
     kept = f"the networks that were finished before lie in {options.out}"
     with stoppable(kept), tqdm(unit="path", disable=None) as bar:

@@ -158,7 +158,7 @@ def measure(options: Options, time_limit: float, bar: tqdm, on_result: Callable[
 
 def main(options: Options) -> None:
     started, options = time.perf_counter(), check(options)
-    target = Target(options.out / "rollout.json", device=options.device)
+    target = Target(options.out / "rollout.json", device=options.device, threads=options.threads)
     kept = f"what was measured before lies in {options.out}"
     place = lambda row: (row["family"], row["num_envs"], row["backend"], row["actor"])  # noqa: E731
     asked = set(map(place, settings_of(options)))

@@ -29,7 +29,7 @@ Variant = Literal["eager", "lean", "compile", "cudagraphs", "compile+cudagraphs"
 PEERS = {"sb3": "stable_baselines3", "sbx": "sbx", "rllib": "ray"}  # the module that each needs
 AT_DEFAULTS = "-defaults"  # suffix of a peer's name: with its own settings instead of the script's
 # RLlib pins another version of Gymnasium, so it has its own virtual environment: requirements/requirements-rllib.txt
-RLLIB_PYTHON = Path(os.environ.get("RLLIB_PYTHON", ROOT / ".venv-rllib" / "bin" / "python"))
+RLLIB_PYTHON = Path(os.environ.get("RLLIB_PYTHON", ROOT / ".venv-rllib" / "bin" / "python")).absolute()
 
 
 def fail(message: str) -> NoReturn:
@@ -70,14 +70,14 @@ def check_once(options, *names: str) -> None:
             fail(f"--{name.replace('_', '-')} has {twice[0]} twice")
 
 
-def split_flags(text: str, refused: tuple[str, ...] = ("--run-dir", "--resume")) -> list[str]:
+def split_flags(text: str, *more: str, refused: tuple[str, ...] = ("--run-dir", "--resume")) -> list[str]:
     """The words of --flags; refused if they can't be read, or hold a flag that the command sets itself."""
     try:
         words = shlex.split(text)
     except ValueError as error:
         fail(f"--flags {text}: {error}")
     for word in words:
-        if (name := word.partition("=")[0].replace("_", "-")) in refused:
+        if (name := word.partition("=")[0].replace("_", "-")) in (*refused, *more):
             fail(f"--flags: {name} is not for you to set here")
     return words
 

@@ -79,6 +79,10 @@ def command_line() -> str | None:
     return shlex.join(["./run.sh", *map(portable, sys.argv[1:])])
 
 
+GENERATIONS = {
+    "AMD EPYC (family 25, model 17)": "AMD EPYC (Zen 4)",
+    "AMD EPYC (family 26, model 2)": "AMD EPYC (Zen 5)",
+}
 SECOND_EPYC = "2026-11-23 17:00"  # when results without the CPU's family changed from one "AMD EPYC" to another
 # What results depend on; writing results does not count as a change of the code
 CODE = ("scripts", "benchmarks", "requirements", ":(exclude)benchmarks/results")
@@ -137,6 +141,7 @@ def machine_of(source: dict) -> str:
     cpu = machine["cpu"]
     if cpu == "AMD EPYC":  # two CPUs, until results named the family: the hour tells which
         cpu += " (Zen 4)" if source["date"] < SECOND_EPYC else " (Zen 5)"
+    cpu = GENERATIONS.get(cpu, cpu)
     return f"{machine['cores']} cores of {cpu}" + (f", {machine['gpu']}" if machine["gpu"] else "")
 
 

@@ -58,7 +58,7 @@ def section_times(lines: list[dict], sections: tuple[str, ...]) -> dict[str, flo
 
 
 def break_even(start: float, speed: float, other_start: float, other_speed: float) -> float | None:
-    """Steps after which a program has overtaken another one that starts up faster; None if it never does.
+    """Steps after the first update until a program has overtaken one that starts up faster; None if it never does.
 
     `start` is the wall time in seconds until the first update, `speed` the steady speed after it in steps/s.
     """

@@ -150,9 +150,12 @@ def summarize_group(key: tuple[str, str, str], group: list[runs.Run], reference:
     row["commits"] = sorted({commit for run in kept for commit in run.commits})
     for run in kept:
         commits = [f"commits {', then '.join(run.commits)}"] if len(run.commits) > 1 else []
-        changed = [x["changed"] for x in run.config.get("resumed", []) if x.get("changed")]
-        if commits or changed:
-            row["notes"].append(f"{run.dir.name}: resumed, {'; '.join([*commits, *map(in_words, changed)])}")
+        resumed = run.config.get("resumed", [])
+        changed = [x["changed"] for x in resumed if x.get("changed")]
+        if resumed:
+            steps = " and ".join(f"{x.get('global_step', 0):,}" for x in resumed)
+            parts = [f"resumed at step {steps}", *commits, *map(in_words, changed)]
+            row["notes"].append(f"{run.dir.name}: {'; '.join(parts)}")
     row["versions"] = kept[0].config.get("versions", {})
     row["cores"], row["device"] = kept[0].config.get("cores"), kept[0].config.get("device")
     return row, kept

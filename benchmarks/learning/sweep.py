@@ -268,7 +268,7 @@ def check(options: Options) -> None:
     if not options.seeds:
         fail("--seeds: name at least one")
     check_once(options, "scripts", "env_ids", "variants", "seeds")  # runs of the same name would share a folder
-    split_flags(options.flags)
+    split_flags(options.flags, "--env-id", "--seed", "--total-timesteps")
     if options.resume and not read_journal(options.out / "journal.jsonl"):
         fail(f"there is no sweep in {options.out} to go on with")
     for folder in ("runs", "output"):

@@ -292,7 +292,7 @@ def check(options: Options) -> list[tuple[str, str]]:
     if not options.seeds:
         fail("--seeds: name at least one")
     check_once(options, "tasks", "variants", "peers", "seeds")
-    split_flags(options.flags)
+    split_flags(options.flags, "--env-id", "--seed")
     check_installed(options.peers)
     make_folder(options.out)
     load_all(options.out, "contestants", "score")
@@ -312,8 +312,15 @@ def main(options: Options) -> None:
     for task, score, contestants in plans:
         path, names = options.out / file_name(*task, options.flags), [x.name for x in contestants]
         targets.append(Target(path, score=score, contestants=names, seeds=list(options.seeds)))
+    begun = [target.begun().get("contestants", {}) for target in targets]
+    is_whole = [bool(x) and min(map(len, x.values())) == len(options.seeds) for x in begun]
     with stoppable(f"the seeds that were finished before lie in {options.out}"), tqdm(total=total, unit="run") as bar:
-        for (task, score, contestants), target in zip(plans, targets, strict=True):
+        for i, (task, score, contestants) in enumerate(plans):
+            target = targets[i]
+            if is_whole[i] and not all(is_whole):  # this command was stopped in a later task
+                tqdm.write(f"{task[0]} on {task[1]}: measured before")
+                bar.update(len(contestants) * len(options.seeds))
+                continue
             shared = {"script": task[0], "env_id": task[1], "score": score, "flags": options.flags}
             shared["differences"] = peers.differences(task[0], [x.name for x in contestants])
 
@@ -323,7 +330,6 @@ def main(options: Options) -> None:
                 target.write(result, is_whole=len(seeds) == len(options.seeds))
                 write_summary(options.out)
 
-            begun = target.begun().get("contestants", {})
-            measure(task, score, contestants, options.seeds, options.timeout, on_seed, bar, begun)
+            measure(task, score, contestants, options.seeds, options.timeout, on_seed, bar, begun[i])
     print(write_summary(options.out))
     print(f"written to {options.out}")

@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -431,10 +432,12 @@ def main(options: Options) -> None:
     others = {"rllib": measure_rllib, "overhead": measure_overhead, "split": measure_split, "killed": measure_killed}
     tasks |= {part: others[part] for part in options.parts if part in others}
     targets = {name: Target(options.out / f"{name}.json") for name in tasks}
+    before = {name: {"rows": []} | target.old for name, target in targets.items()}
     with stoppable(f"the parts that were finished before lie in {options.out}"):
         for name, task in tasks.items():
             result = task(options) | {"rounds": options.rounds, "provenance": provenance()}
-            targets[name].write(result)
+            old, new = (Counter(str(row.get("name", "a run")) for row in x["rows"]) for x in (before[name], result))
+            targets[name].write(result, old <= new and before[name].get("rounds", 0) <= options.rounds)
             text = write_summary(options.out)
     print(text)
     print(f"written to {options.out}: env_pools.md, env_pools.png, {', '.join(f'{name}.json' for name in tasks)}")

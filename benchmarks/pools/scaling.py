@@ -16,6 +16,7 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -122,11 +123,13 @@ def measure_cluster(options: Options, nodes: int) -> dict:
         rate, lines = train(options.script, options.seconds, **own, **settings)
     finally:
         cluster.shutdown()
-    last, before = lines[-1], lines[-2]
-    # The shares are percentages of the time of all processes, the runners and the learner
-    total = (runners + 1) * (last["seconds"] - before["seconds"]) / 100
-    spent = total * (last["time/learning"] + last["time/weights"])
-    rows = max(1, last["global_step"] - before["global_step"])
+    last, spent, up = lines[-1], 0.0, [line for line in lines if line["runners/alive"] == runners]
+    # The shares are percentages of the time of all processes, the runners and the learner. Of a single line they are
+    # far off, as the fragments that arrive in its interval were begun in an earlier one
+    for before, line in pairwise(up):
+        total = (runners + 1) * (line["seconds"] - before["seconds"]) / 100
+        spent += total * (line["time/learning"] + line["time/weights"])
+    rows = max(1, up[-1]["global_step"] - up[0]["global_step"])
     return {
         "name": f"first-ready, {nodes} node{'s' * (nodes > 1)}", "nodes": nodes, "steps_per_second": rate,
         "environments": runners * options.envs, "model": model(options, nodes),
@@ -151,13 +154,15 @@ def extrapolate(settings: dict, sizes: list[dict], runners: int = 1000) -> str:
         return f"{steps:,.0f} steps/s, {steps * ROW_BYTES / 1e6:,.2f} MB/s, {steps / fragment:,.1f} sets of weights/s"
 
     nodes, cost = largest["nodes"], largest["learner_seconds_per_step"] * 1e6
+    costs = [x["learner_seconds_per_step"] * 1e6 for x in sizes]
     return (
         f"With {nodes} nodes, the most that had {LINEAR:.0%} of linear, one learner took {cost:.2f} us a step, so it "
         f"could take {rates(most)}: those of "
         f"{math.floor(most / each):,} such runners. {runners:,} runners would bring {rates(runners * each)}, "
         f"{runners * each / most:.0%} of what one learner can take. Assumed: runners as fast as with {nodes} nodes, "
-        f"rows of {ROW_BYTES} bytes, one pass over each batch; more passes cost so many times more. Beyond that, "
-        "several learners (`--num-learners`) share the rows."
+        f"rows of {ROW_BYTES} bytes, one pass over each batch; more passes cost so many times more. In what a step "
+        f"cost the learner, the sizes differ: {min(costs):.1f} to {max(costs):.1f} us. So take this for an order of "
+        "magnitude. Beyond that, several learners (`--num-learners`) share the rows."
     )
 
 
@@ -213,6 +218,10 @@ def main(options: Options) -> None:
     make_folder(options.out)
     settings = {name: getattr(options, name) for name in ("script", "runners", "envs", "steps")}
     target = Target(options.out / "scaling.json", settings=settings)
+    more = [f"{x['nodes']} nodes" for x in target.old.get("sizes", []) if x["nodes"] not in options.nodes]
+    more += ["pools"] * (bool(target.old.get("node")) and not options.pools)
+    if more:
+        fail(f"{target.path} has {', '.join(more)}, which yours would lack: give another --out, or move it away")
     with stoppable(f"the sizes that were finished before lie in {options.out}"):
         measure(options, settings, target)
     print(write_summary(options.out))

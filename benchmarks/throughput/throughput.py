@@ -62,15 +62,15 @@ from benchmarks.throughput.ceilings import SECTIONS
 
 INTRODUCTION = """
 Environment steps per second in steady state: fresh processes in interleaved rounds, measured in windows after all is
-compiled; medians, quartiles over the windows, bootstrap intervals of the ratios. "Of a whole run": the steps/s of a run
-at the default flags, from the start of the process to its end, with a filled compile cache. "First update" is the wall
-time from the start of the process to the first line of the log with a loss, with an empty and with a filled compile
-cache; "pays after" is the number of steps after which the compiled script has overtaken the eager one. Peak memory is
-that of the largest process. "Environment alone" steps it with random actions, which no script that waits for each step
-can pass. Where the time goes is seen by a second thread that looks at the loop, in another run of the same minutes:
-environment; acting, which is what else the loop does to act and to keep what it saw; learning; the rest is log and
-checkpoints. (In results whose JSON has a `summed_ceiling`, acting is the policy's function alone, by a clock, and the
-rest is larger.)
+compiled; medians, quartiles over the windows, bootstrap intervals of the ratios. "Of a whole run": the steps/s of a
+run at the default flags, from the start of the process to its end, with a filled compile cache. "First update" is the
+wall time from the start of the process to the first line of the log with a loss, with an empty and with a filled
+compile cache; "pays after" is the number of steps, counted from that line on, after which the compiled script has
+overtaken the eager one. Peak memory is that of the largest process. "Environment alone" steps it with random actions,
+which no script that waits for each step can pass. Where the time goes is seen by a second thread that looks at the
+loop, in another run of the same minutes: environment; acting, which is what else the loop does to act and to keep
+what it saw; learning; the rest is log and checkpoints. (In results whose JSON has a `summed_ceiling`, acting is the
+policy's function alone, by a clock, and the rest is larger.)
 """.strip()
 
 
@@ -314,7 +314,8 @@ def section(result: dict) -> list[str]:
     title = f"## {result['script']} on {result['env_id']}" + f" ({result['flags']})" * bool(result["flags"])
     header = ["program", "steady steps/s [quartiles]", "of a whole run"]
     header += [f"to {PEER_NAMES[peer]} [95 %]" for peer in peer_columns(result)] + ["to eager [95 %]"]
-    header += ["first update, cold / warm (s)", "pays after steps, cold / warm", "peak memory (MB)", "cores used"]
+    header += ["first update, cold / warm (s)", "pays after steps from there, cold / warm"]
+    header += ["peak memory (MB)", "cores used"]
     cells = [contestant_cells(result, name) for name in result["contestants"]]
     if result["published"]:
         cells += [
@@ -379,10 +380,14 @@ def check(options: Options) -> list[str]:
     if options.whole_steps < 0:
         fail("--whole-steps must be 0 or more")
     check_installed(options.peers)
+    scripts = list(options.scripts) or pairs_here()
+    for peer in options.peers:
+        if not any(peer in peers_of(script) for script in scripts):
+            fail(f"--peers {peer}: it trains none of {', '.join(scripts)}")
     if "rllib" in options.peers and not RLLIB_PYTHON.exists():
         fail(f"no {RLLIB_PYTHON}: make that environment with requirements/requirements-rllib.txt, or set RLLIB_PYTHON")
     make_folder(options.out)
-    return list(options.scripts) or pairs_here()
+    return scripts
 
 
 def is_whole(contestants: dict[str, dict]) -> bool:
@@ -400,7 +405,14 @@ def main(options: Options) -> int:
     total += len(scripts) * options.ceilings * (variants + 1)
     kept = f"the scripts that were finished before lie in {options.out}"
     paths = {script: options.out / f"{file_name(script, options.flags)}.json" for script in scripts}
-    targets = {script: Target(path, contestants=names_of(script, options)) for script, path in paths.items()}
+    own = {script: {"contestants": names_of(script, options), "flags": options.flags} for script in scripts}
+    targets = {script: Target(path, **own[script]) for script, path in paths.items()}
+    for target in targets.values():
+        more = ["ceilings, which --no-ceilings would lack"] * ("ceilings" in target.old and not options.ceilings)
+        rounds = target.old.get("rounds", 0)
+        more += [f"{rounds} rounds, more than yours"] * (rounds > options.rounds)
+        if more:
+            fail(f"{target.path} has {', and '.join(more)}: give another --out, or move it away")
     failed = []
     with stoppable(kept), tqdm(total=total, unit="run") as bar:
         for script, target in targets.items():

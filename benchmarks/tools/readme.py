@@ -160,7 +160,8 @@ def speed_section() -> list[str]:
     pages = sorted(RESULTS.glob("throughput/**/throughput.md"))
     lines += ["Everything that was measured, with peak memory, the time of each part and LeanRL's published figures:"]
     for page in pages:
-        machine = machine_of(json.loads(min(page.parent.glob("*.json")).read_text())["provenance"])
+        found = [json.loads(path.read_text())["provenance"] for path in sorted(page.parent.glob("*.json"))]
+        machine = " and ".join(dict.fromkeys(map(machine_of, found)))
         lines += [f"[{machine}]({page.relative_to(RESULTS.parent.parent)})" + ("." if page == pages[-1] else ",")]
     lines += paragraph("""The environment alone is stepped at random, nonstop. `ppo_env_pool` can be faster than
         that: while it learns, its workers finish their steps.""")
