@@ -71,7 +71,7 @@ def test_ways_to_act_that_were_measured_are_kept(tmp_path, capsys):
     """Of `inference` and `rollout`: fewer paths, sizes or actors do not replace more; nor does another machine."""
     source = {"provenance": provenance()}
     cells = [{"path": path, "batch_size": size} for path in ("eager", "numpy") for size in (1, 64)]
-    old = {"network": "ppo", "device": "cpu", "batch_sizes": [1, 64], "cells": cells} | source
+    old = {"network": "ppo", "device": "cpu", "threads": 1, "batch_sizes": [1, 64], "cells": cells} | source
     (tmp_path / "ppo.cpu.json").write_text(json.dumps(old))
     options = {"networks": ("ppo",), "devices": ("cpu",), "batch_sizes": (1, 64), "out": tmp_path}
     fewer = inference.Options(**options, paths=("eager",))
@@ -79,7 +79,7 @@ def test_ways_to_act_that_were_measured_are_kept(tmp_path, capsys):
     fewer = inference.Options(**options | {"batch_sizes": (1,)})
     assert "has the batch_sizes 64, which yours would lack" in refusal(inference.main, fewer, capsys)
     row = {"family": "classic", "num_envs": 8, "backend": "envpool", "actor": "numpy"}
-    (tmp_path / "rollout.json").write_text(json.dumps({"device": "cpu", "rows": [row]} | source))
+    (tmp_path / "rollout.json").write_text(json.dumps({"device": "cpu", "threads": 1, "rows": [row]} | source))
     fewer = rollout.Options(families=("classic",), num_envs=(1,), compile_actor=("off",), out=tmp_path)
     assert "has classic 8 envpool numpy, which yours would lack" in refusal(rollout.main, fewer, capsys)
 

@@ -213,6 +213,8 @@ def test_code_that_is_edited_while_it_is_measured_is_noticed(tmp_path, monkeypat
         ("inference/ppo.cpu.json", {"network": "ppo"}, ["ppo.py", "ppo_torchcompile.py", "networks.py", "paths.py"]),
         ("scaling/scaling.json", {"settings": {"script": "ppo_ray"}},
          ["ppo_ray.py", "ppo_ray_torchcompile.py", "peers.py", "sleeping.py"]),
+        ("scaling/impala_ray/scaling.json", {"settings": {"script": "impala_ray"}},
+         ["impala_ray.py", "impala_ray_torchcompile.py", "peers.py", "sleeping.py", "ppo_ray.py"]),
         ("tune/a.json", {"search": {"script": "ppo"}}, ["ppo.py"]),
         ("backends/SlowA.json", {"script": "ppo"}, ["ppo.py", "ppo_torchcompile.py", "sleeping.py"]),
         ("env_pools/a.json", {}, ["ppo_env_pool.py", "ppo_env_pool_torchcompile.py", "peers.py", "sleeping.py"]),

@@ -125,7 +125,8 @@ def makers(path: Path, result: dict) -> list[str]:
         found += [f"benchmarks/acting/{name}.py" for name in ("networks", "paths")]
     if path.parent.name == "env_pools" or path.stem == "scaling":
         found += [f"benchmarks/pools/{name}.py" for name in ("peers", "sleeping")]
-    found += ["scripts/ppo_ray.py"] * (path.stem == "scaling")  # its rows of one node
+    if path.stem == "scaling" and result.get("settings", {}).get("script") != "ppo_ray":
+        found += ["scripts/ppo_ray.py"]  # its rows of one node
     found += ["benchmarks/pools/sleeping.py"] * (path.parent.name == "backends" and path.stem.startswith("Slow"))
     return found + [f"{room}/rungs.py"] * (path.parent.name == "ladder")
 
