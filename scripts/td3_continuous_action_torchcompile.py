@@ -181,7 +181,7 @@ def train(args: Args) -> Path:
     actor = Actor(envs.obs_dim, envs.action_space, args.bf16).to(device)
     critics = nn.ModuleList(Critic(envs.obs_dim, action_dim, args.bf16) for _ in range(2)).to(device)
 
-    # compile: both critics' parameters, stacked; weights transposed, as gradients are, which else are copied, for 10 %
+    # compile: the critics' parameters, stacked; transposed like their gradients, else a copy takes 10 % of an update
     modules = {True: critics[0], False: deepcopy(critics[0]).eval()}  # run an ensemble that is in training mode, or not
     critics = TensorDictParams(from_modules(*critics).apply(lambda x: x.mT.contiguous() if x.ndim == 3 else x))
 
