@@ -209,21 +209,12 @@ def test_the_sampler_sees_where_the_time_goes(toy):
 
 def test_the_sampler_sees_a_pool_of_workers(tmp_path):
     """Which has no `step`: sending actions and waiting for what comes back is the environments' time."""
-    flags = [
-        "--num-workers",
-        2,
-        "--num-steps",
-        64,
-        "--total-timesteps",
-        1024,
-        "--no-tensorboard",
-        "--run-dir",
-        tmp_path,
-    ]
+    flags = ["--num-workers", 2, "--num-steps", 64, "--total-timesteps", 16_384]  # some 20 samples of the policy
+    flags += ["--no-tensorboard", "--run-dir", tmp_path]
     done = benchmark("throughput.ceilings", "sections", SCRIPTS / "ppo_env_pool.py", *flags)
     assert done.returncode == 0, done.stderr
     lines, _ = runs.read_lines(tmp_path / "metrics.jsonl")
-    assert len(lines) == 8 and all(sum(line[f"profile/{part}"] for line in lines) > 0 for part in ceilings.SECTIONS)
+    assert len(lines) > 8 and all(sum(line[f"profile/{part}"] for line in lines) > 0 for part in ceilings.SECTIONS)
 
 
 def test_environments_alone_are_those_of_all_runners(tmp_path):

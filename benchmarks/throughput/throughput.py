@@ -379,11 +379,11 @@ def check(options: Options) -> list[str]:
         fail("--seconds must be at least --window")
     if options.whole_steps < 0:
         fail("--whole-steps must be 0 or more")
-    check_installed(options.peers)
     scripts = list(options.scripts) or pairs_here()
     for peer in options.peers:
         if not any(peer in peers_of(script) for script in scripts):
             fail(f"--peers {peer}: it trains none of {', '.join(scripts)}")
+    check_installed(options.peers)
     if "rllib" in options.peers and not RLLIB_PYTHON.exists():
         fail(f"no {RLLIB_PYTHON}: make that environment with requirements/requirements-rllib.txt, or set RLLIB_PYTHON")
     make_folder(options.out)
