@@ -67,12 +67,13 @@ install() {
   touch "$stamp"
 }
 
-# Make .venv-rllib, unless it is there: RLlib pins another Gymnasium than the scripts need.
-install_rllib() {
-  if [ -n "${RLLIB_PYTHON:-}" ] || [ -x "$root/.venv-rllib/bin/python" ]; then return; fi
-  echo "installing requirements/requirements-rllib.txt into .venv-rllib" >&2
-  "$(find_python)" -m venv "$root/.venv-rllib"
-  "$root/.venv-rllib/bin/pip" install --quiet --disable-pip-version-check -r "$root/requirements/requirements-rllib.txt"
+# Make .venv-rllib or .venv-cleanrl, unless it is there: these programs pin another Gymnasium than the scripts need.
+install_apart() {
+  local folder=$root/.venv-$1 given=${1^^}_PYTHON
+  if [ -n "${!given:-}" ] || [ -x "$folder/bin/python" ]; then return; fi
+  echo "installing requirements/requirements-$1.txt into .venv-$1" >&2
+  "$(find_python)" -m venv "$folder"
+  "$folder/bin/pip" install --quiet --disable-pip-version-check -r "$root/requirements/requirements-$1.txt"
 }
 
 # Run a command in the folder of the caller, so that paths are what they look like. The modules are this checkout's,
@@ -110,7 +111,8 @@ case $command in
   throughput)
     case " $* " in *" --peers"*) install requirements-benchmark ;; *) install requirements ;; esac
     case " $* " in *_ray*) install requirements-ray ;; esac
-    case " $* " in *rllib*) install_rllib ;; esac
+    case " $* " in *rllib*) install_apart rllib ;; esac
+    case " $* " in *leanrl*) install_apart cleanrl ;; esac
     ;;
   gpu)
     # A machine with a GPU may have no registry to install from, but a Python that has it all

@@ -33,7 +33,18 @@ from benchmarks.acting import inference, rollout
 from benchmarks.acting.networks import NETWORKS
 from benchmarks.common import plots, processes, turns
 from benchmarks.common.pairs import TABLE
-from benchmarks.common.programs import check_known, check_positive, command, endless_flags, fail, pairs, pairs_here
+from benchmarks.common.programs import (
+    SUFFIX,
+    check_known,
+    check_positive,
+    clone_command,
+    command,
+    endless_flags,
+    fail,
+    fields_of,
+    pairs,
+    pairs_here,
+)
 from benchmarks.common.results import (
     describe,
     estimate,
@@ -44,7 +55,7 @@ from benchmarks.common.results import (
     write_json,
     write_whole,
 )
-from benchmarks.throughput import device_use, gpu_speed, leanrl, parity, throughput
+from benchmarks.throughput import device_use, gpu_speed, parity, throughput
 
 FIRST = tuple(TABLE)  # pairs, in this order
 # Compared with eager: first what can't break the process for the rest, as a failed recording can; then the main ones
@@ -237,8 +248,12 @@ def contestants_of(task: Task, script: str) -> dict[str, gpu_speed.Contestant]:
     for variant in task.plan.variants:
         folder = str(task.work / f"{script}.{variant}")
         programs[variant] = [*command(script, variant), *endless_flags(script, task.plan.device), "--run-dir", folder]
-    if task.leanrl and (program := leanrl.command(task.leanrl, script, task.work / f"{script}.leanrl")):
-        programs["leanrl"] = program
+    paths = [path / f"{script}{SUFFIX}.py" for path in (task.leanrl / "leanrl", task.leanrl)] if task.leanrl else []
+    for path in [path for path in paths if path.exists()][:1]:
+        flags = ["--compile", "--cudagraphs", "--total-timesteps=1000000000"]  # its fastest variant
+        flags += ["--learning-starts=1000"] * ("learning_starts" in fields_of(script))
+        flags += ["--run-dir", str(task.work / f"{script}.leanrl")]
+        programs["leanrl"] = clone_command(sys.executable, path, script, *flags)
     settings, contestants = turns.compile_settings(task.cache, len(programs)), {}
     for name, program in programs.items():
         folder = task.work / f"{script}.{name}"

@@ -47,6 +47,7 @@ def test_reasons(source, monkeypatch):
         ("ladder/ppo.json", ["eager"], ["rungs.py"]),
         ("throughput/ppo.json", ["eager", "sb3"], ["peers.py"]),
         ("throughput/ppo_ray.json", ["eager", "rllib"], ["peer_rllib.py"]),
+        ("throughput/dqn_beside_cleanrl.json", ["eager", "leanrl"], ["peer_cleanrl.py"]),
         ("speedrun/ppo.json", ["record", "sb3-defaults"], ["peers.py"]),
         ("throughput/ppo.json", ["eager"], []),
     ],

@@ -19,7 +19,7 @@ from benchmark_helpers import benchmark, benchmark_here, refusal, toy_flags
 
 from benchmarks.common import processes, results, runs
 from benchmarks.common.pairs import TABLE
-from benchmarks.common.programs import PEERS, RLLIB_PYTHON, ROOT, SCRIPTS, load_script
+from benchmarks.common.programs import PEERS, RLLIB_PYTHON, ROOT, SCRIPTS, clone_command, load_script
 from benchmarks.common.results import provenance, write_json
 from benchmarks.throughput import ceilings, peers, throughput
 
@@ -89,6 +89,8 @@ def test_less_does_not_replace_more(tmp_path, capsys, change, message):
         ({"scripts": ("sarsa",)}, "no script sarsa; there are a3c_ray"),
         ({"rounds": 0}, "--rounds"),
         ({"scripts": ("ppo_env_pool",), "peers": ("sb3",)}, "--peers sb3: it trains none of ppo_env_pool"),
+        ({"scripts": ("ppo",), "peers": ("leanrl",)}, "--peers leanrl: it trains none of ppo"),
+        ({"peers": ("leanrl", "sb3")}, "cleanrl and leanrl have a table of their own"),
         ({"out": Path("/dev/null/x")}, "can't write"),
     ],
 )
@@ -355,6 +357,39 @@ def test_rllib_refuses_flags_that_it_would_ignore():
     arguments = [str(RLLIB_PYTHON), "benchmarks/throughput/peer_rllib.py", "impala_ray", "--log-every=5"]
     run = subprocess.run([*arguments, "--env-kwargs", "{}"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 2 and "RLlib is not told of --env-kwargs" in run.stderr and "--log-every" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("report", "flag"),
+    [
+        ("wandb.log({})", "--compile"),
+        ("SummaryWriter('runs').add_scalar('losses/td_loss', 1.0, 2)", ""),
+    ],
+)
+def test_cleanrl_and_leanrl_get_our_flags_under_their_names(report, flag, tmp_path):
+    """And their log counts environment steps; their speed beside ours goes into a file and a table of their own."""
+    script, folder = tmp_path / "dqn_torchcompile.py", tmp_path / "run"
+    script.write_text(
+        "import os, sys, time\nimport gymnasium as gym, wandb\nfrom torch.utils.tensorboard import SummaryWriter\n"
+        "envs = gym.vector.SyncVectorEnv([lambda: gym.make('CartPole-v1')] * 3)\nenvs.reset()\nfor _ in range(2):\n"
+        f"    time.sleep(0.06)\n    envs.step(envs.action_space.sample())\n    {report}\n"
+        "print(os.environ['OMP_NUM_THREADS'], *sys.argv[1:])\n"
+    )
+    flags = ["--seed=3", "--no-tensorboard", "--epsilon-start=0.05", "--log-every=1", "--run-dir", str(folder)]
+    program = [*clone_command(sys.executable, script, "dqn", *[flag] * bool(flag)), *flags]
+    run = subprocess.run(program, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "7"})
+    passed = ["1", "--env-id=CartPole-v1", *[flag] * bool(flag), "--seed=3", "--start-e=0.05"]
+    assert run.stdout.split() == passed
+    lines = runs.read_run(folder).lines
+    assert [line["global_step"] for line in lines] == [3, 6]
+    assert ["losses/reported" in line for line in lines] == [False, True]
+
+
+def test_cleanrl_and_leanrl_have_a_table_of_their_own():
+    result = {"script": "dqn", "contestants": {"eager": {}, "leanrl": {}}}
+    assert throughput.peer_columns(result) == ("cleanrl", "leanrl") and "leanrl" in peers.differences("dqn", ["leanrl"])
+    assert throughput.file_name("dqn", throughput.Options(peers=("leanrl",))) == "dqn_beside_cleanrl"
+    assert throughput.file_name("dqn", throughput.Options(peers=("sb3",))) == "dqn"
 
 
 @pytest.mark.parametrize("peer", ["sb3", "sbx"])

@@ -19,10 +19,12 @@ class Pair:
     acts: str | None = None
     obs_shape: tuple[int, ...] = ()
     num_actions: int = 0
-    # `peers`: its algorithm in throughput/peers.py, if other libraries can train it. `leanrl`: LeanRL's steps/s on one
-    # H100. `scored`: environments on which to time how long CleanRL's score takes; they must be in
+    # `peers`: its algorithm in throughput/peers.py, if other libraries can train it. `clones`: which of CleanRL and
+    # LeanRL have a script like it that runs in the environment of requirements-cleanrl.txt. `leanrl`: LeanRL's steps/s
+    # on one H100. `scored`: environments on which to time how long CleanRL's score takes; they must be in
     # benchmarks/reference/scores.csv. `scores_of`: differently named CleanRL scripts that score the same algorithm
     peers: str | None = None
+    clones: tuple[str, ...] = ()
     leanrl: dict[str, int] = field(default_factory=dict)
     scored: tuple[str, ...] = ()
     scores_of: tuple[str, ...] = ()
@@ -75,6 +77,7 @@ OFF_POLICY_VALUE = {"total_timesteps": 1500, "learning_starts": 100, "buffer_siz
 TABLE = {
     "ppo_continuous_action": Pair(
         acts="Gaussian", obs_shape=(17,), num_actions=6, peers="ppo",
+        clones=("cleanrl", "leanrl"),
         leanrl={"CleanRL": 652, "eager": 683, "compile": 908, "compile+cudagraphs": 1774},
         scored=("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"),
         small=REACH | {"num_envs": 1} | ON_POLICY,
@@ -89,6 +92,7 @@ TABLE = {
     ),
     "sac_continuous_action": Pair(
         acts="SquashedGaussian", obs_shape=(17,), num_actions=6, peers="sac",
+        clones=("cleanrl", "leanrl"),
         leanrl={"CleanRL": 127, "eager": 130, "compile": 255, "compile+cudagraphs": 725},
         scored=("HalfCheetah-v4",),
         small=REACH | OFF_POLICY | FAST,
@@ -112,6 +116,7 @@ TABLE = {
     ),
     "td3_continuous_action": Pair(
         acts="Deterministic", obs_shape=(17,), num_actions=6, peers="td3",
+        clones=("cleanrl", "leanrl"),
         leanrl={"CleanRL": 272, "eager": 247, "compile": 272, "compile+cudagraphs": 936},
         scored=("HalfCheetah-v4",),
         small=REACH | OFF_POLICY | FAST,
@@ -135,6 +140,7 @@ TABLE = {
     ),
     "dqn": Pair(
         acts="EpsilonGreedy", obs_shape=(4,), num_actions=2, peers="dqn",
+        clones=("cleanrl", "leanrl"),
         scored=("CartPole-v1", "Acrobot-v1"),
         small=CHOOSE | {"train_frequency": 5, "target_network_frequency": 50} | OFF_POLICY,
         stream=DISCRETE_STREAM | OFF_POLICY_STREAM,
@@ -149,7 +155,7 @@ TABLE = {
         learn_value=OFF_POLICY_VALUE | {"train_frequency": 1, "target_network_frequency": 25, "learning_rate": 3e-3},
     ),
     "ppo": Pair(
-        acts="Categorical", obs_shape=(4,), num_actions=2, peers="ppo",
+        acts="Categorical", obs_shape=(4,), num_actions=2, peers="ppo", clones=("cleanrl",),
         scored=("CartPole-v1", "Acrobot-v1"),
         small=CHOOSE | {"num_envs": 1} | ON_POLICY,
         stream=DISCRETE_STREAM | ON_POLICY_STREAM,

@@ -14,9 +14,10 @@ import numpy as np
 COLOURS = {
     "eager": "#0072B2", "lean": "#56B4E9", "compile": "#D55E00", "compile+cudagraphs": "#CC79A7",
     "cudagraphs": "#F0E442", "sb3": "#009E73", "sbx": "#E69F00", "leanrl": "#999999",
+    "cleanrl": "#56B4E9",
 }  # fmt: skip
 LABELS = {"leanrl": "LeanRL", "sb3": "SB3 (PyTorch)", "sbx": "SBX (JAX)", "lean": "compile script, uncompiled"}
-LABELS |= {"rllib": "RLlib"}
+LABELS |= {"rllib": "RLlib", "cleanrl": "CleanRL"}
 STYLE = {
     "font.size": 10, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
     "grid.alpha": 0.25, "grid.linewidth": 0.6, "axes.axisbelow": True, "lines.linewidth": 1.6, "legend.frameon": False,

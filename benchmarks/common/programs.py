@@ -26,10 +26,17 @@ VARIANTS = {
     "compile+cudagraphs": (SUFFIX, ("--compile", "--cudagraphs")),
 }
 Variant = Literal["eager", "lean", "compile", "cudagraphs", "compile+cudagraphs"]  # a key of VARIANTS
-PEERS = {"sb3": "stable_baselines3", "sbx": "sbx", "rllib": "ray"}  # the module that each needs
+# Programs to measure beside ours, and the module that each needs
+PEERS = {"sb3": "stable_baselines3", "sbx": "sbx", "rllib": "ray", "cleanrl": "gymnasium", "leanrl": "torchrl"}
 AT_DEFAULTS = "-defaults"  # suffix of a peer's name: with its own settings instead of the script's
-# RLlib pins another version of Gymnasium, so it has its own virtual environment: requirements/requirements-rllib.txt
+# Three need another Gymnasium than the scripts, so they have virtual environments of their own:
+# requirements/requirements-rllib.txt, and requirements-cleanrl.txt, which says where the clones belong
 RLLIB_PYTHON = Path(os.environ.get("RLLIB_PYTHON", ROOT / ".venv-rllib" / "bin" / "python")).absolute()
+CLEANRL_PYTHON = Path(os.environ.get("CLEANRL_PYTHON", ROOT / ".venv-cleanrl" / "bin" / "python")).absolute()
+CLONES = {  # the folder of the scripts, the suffix of their names, flags
+    "cleanrl": (CLEANRL_PYTHON.parents[1] / "cleanrl" / "cleanrl", "", ()),
+    "leanrl": (CLEANRL_PYTHON.parents[1] / "LeanRL" / "leanrl", SUFFIX, ("--compile",)),
+}
 
 
 def fail(message: str) -> NoReturn:
@@ -49,10 +56,21 @@ def pairs_here() -> list[str]:
 
 
 def peers_of(script: str) -> tuple[str, ...]:
-    """The libraries that can train as a script does."""
+    """The libraries, and collections of scripts, that can train as a script does."""
     if script not in TABLE or TABLE[script].peers is None:
         return ()
-    return ("rllib",) if script.endswith("_ray") else ("sb3", "sbx")
+    return ("rllib",) if script.endswith("_ray") else ("sb3", "sbx", *TABLE[script].clones)
+
+
+def clone_command(python: str | Path, path: Path, script: str, *flags: str) -> list[str]:
+    """The command that runs CleanRL's or LeanRL's counterpart of a pair in its environment, with as many threads."""
+    known = fields_of(script)
+    is_on_policy = "num_steps" in known
+    every = known["num_steps"].default * known["num_envs"].default if is_on_policy else known["log_every"].default
+    fixed = [f"--env-id={known['env_id'].default}", f"--log-every={every}"]
+    fixed += ["--threads=1"] * (is_on_policy or "train_frequency" in known)  # SAC and TD3 take PyTorch's default
+    program = ROOT / "benchmarks" / "throughput" / "peer_cleanrl.py"
+    return [str(python), str(program), str(path), *fixed, *flags]
 
 
 def check_known(kind: str, names: list[str] | tuple[str, ...], known: list[str]) -> None:
@@ -83,10 +101,17 @@ def split_flags(text: str, *more: str, refused: tuple[str, ...] = ("--run-dir", 
 
 
 def check_installed(peers: tuple[str, ...]) -> None:
-    """Refuse peers that are not installed; RLlib has an environment of its own."""
-    absent = [peer for peer in peers if peer != "rllib" and importlib.util.find_spec(PEERS[peer]) is None]
+    """Refuse peers that are not installed, here or in an environment of their own."""
+    absent = [peer for peer in peers if peer in ("sb3", "sbx") and importlib.util.find_spec(PEERS[peer]) is None]
     if absent:
         fail(f"{', '.join(absent)} not installed: pip install -r requirements/requirements-benchmark.txt")
+    for peer in [peer for peer in peers if peer not in ("sb3", "sbx")]:
+        name, python = ("rllib", RLLIB_PYTHON) if peer == "rllib" else ("cleanrl", CLEANRL_PYTHON)
+        file = f"requirements/requirements-{name}.txt"
+        if not python.exists():
+            fail(f"no {python}: make that environment with {file}, or set {name.upper()}_PYTHON")
+        if peer in CLONES and not CLONES[peer][0].is_dir():
+            fail(f"no {CLONES[peer][0]}: {file} says how to get it")
 
 
 def check_positive(options, *names: str) -> None:
@@ -108,6 +133,9 @@ def command(script: str, variant: str) -> list[str]:
     """The command line of a variant, or of a peer, of the pair `script`; to be run in the root of the repository."""
     if variant == "rllib":
         return [str(RLLIB_PYTHON), str(ROOT / "benchmarks" / "throughput" / "peer_rllib.py"), script]
+    if variant in CLONES:
+        folder, suffix, flags = CLONES[variant]
+        return clone_command(CLEANRL_PYTHON, folder / f"{script}{suffix}.py", script, *flags)
     if variant.removesuffix(AT_DEFAULTS) in PEERS:
         return [sys.executable, "-m", "benchmarks.throughput.peers", variant, script]
     suffix, flags = VARIANTS[variant]

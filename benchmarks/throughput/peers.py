@@ -139,6 +139,16 @@ DIFFERENCES = {
         "actions, which falls with time, in all environments; Huber's loss; sampling and learning in turn, where the "
         "script does both at once",
     },
+    "cleanrl": dict.fromkeys(
+        ("ppo", "sac", "td3", "dqn"),
+        "older releases of Gymnasium and MuJoCo, which it needs, under the same PyTorch; its own defaults, which have "
+        "the values of the script's",
+    ),
+    "leanrl": dict.fromkeys(
+        ("ppo", "sac", "td3", "dqn"),
+        "older releases of Gymnasium, MuJoCo and tensordict, which it needs, under the same PyTorch; its own defaults, "
+        "which have the values of the script's; compiled, without CUDA graphs",
+    ),
 }
 
 
@@ -308,8 +318,8 @@ def main(arguments: list[str]) -> None:
     if len(arguments) < 2:
         fail("name a peer and a script")
     peer, script, *flags = arguments
-    # RLlib has peer_rllib.py
-    check_known("peer", [peer], [name + kind for kind in ("", AT_DEFAULTS) for name in PEERS if name != "rllib"])
+    # RLlib, CleanRL and LeanRL have programs of their own
+    check_known("peer", [peer], [name + kind for kind in ("", AT_DEFAULTS) for name in ("sb3", "sbx")])
     check_known("script", [script], [name for name in pairs() if "sb3" in peers_of(name)])
     if importlib.util.find_spec(PEERS[peer.removesuffix(AT_DEFAULTS)]) is None:
         fail(f"{peer} is not installed: pip install -r requirements/requirements-benchmark.txt")

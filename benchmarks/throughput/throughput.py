@@ -26,8 +26,8 @@ from tqdm import tqdm
 from benchmarks.common import plots, processes, runs, stats, steady, turns
 from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import (
+    CLONES,
     PEERS,
-    RLLIB_PYTHON,
     SCRIPTS,
     VARIANTS,
     Variant,
@@ -78,7 +78,8 @@ policy's function alone, by a clock, and the rest is larger.)
 class Options:
     scripts: tuple[str, ...] = ()  # pairs to measure, by the name of the eager script; by default all that can run here
     variants: tuple[Variant, ...] = ()  # by default eager and compile, on CUDA also those with CUDA graphs
-    peers: tuple[Literal["sb3", "sbx", "rllib"], ...] = ()  # libraries to measure beside them
+    # libraries to measure beside them; or cleanrl and leanrl, scripts which get a result of their own
+    peers: tuple[Literal["sb3", "sbx", "rllib", "cleanrl", "leanrl"], ...] = ()
     rounds: int = 5  # how often each contestant is started
     seconds: float = 40.0  # seconds of steady running to measure in each run
     window: float = steady.WINDOW  # length of a measuring window in seconds
@@ -246,8 +247,8 @@ def measure_script(script: str, options: Options, bar: tqdm) -> dict:
             arguments = [*command(script, name), "--seed", str(i + 1), *flags]
             measured, run = measure(arguments, options, **cache)
             results[name].append(measured)
-            env_id = run.env_id if run.lines else env_id  # a run that failed at once may not name it
-            if name == "rllib":
+            env_id = run.args.get("env_id", env_id)  # a run that failed at once, or one of CleanRL, may not name it
+            if name == "rllib" or name in CLONES:
                 versions[name] = run.config.get("versions", {})
             bar.update()
         contestants = {name: summarize(results[name]) for name in names}
@@ -268,11 +269,13 @@ def measure_script(script: str, options: Options, bar: tqdm) -> dict:
     return result | {"published": getattr(TABLE.get(script), "leanrl", None) or None, "provenance": provenance()}
 
 
-PEER_NAMES = {"sb3": "SB3", "sbx": "SBX", "rllib": "RLlib"}
+PEER_NAMES = {"sb3": "SB3", "sbx": "SBX", "rllib": "RLlib", "cleanrl": "CleanRL", "leanrl": "LeanRL"}
 
 
 def peer_columns(result: dict) -> tuple[str, ...]:
     """The peers with which the table compares a script, measured or not."""
+    if set(CLONES) & set(result["contestants"]):
+        return tuple(CLONES)
     return ("rllib",) if result["script"].endswith("_ray") else ("sb3", "sbx")
 
 
@@ -350,9 +353,10 @@ def draw(results: list[dict], path: Path) -> None:
             plots.describe_axis(axis, title, "environment steps/s", "")
 
 
-def file_name(script: str, flags: str) -> str:
-    """The file name of a script's result; a result with flags gets a file of its own."""
-    return script + re.sub(r"\W+", "_", flags).rstrip("_")
+def file_name(script: str, options: Options) -> str:
+    """The file name of a script's result; one with flags, or beside CleanRL and LeanRL, gets a file of its own."""
+    beside = "_beside_cleanrl" * bool(set(CLONES) & set(options.peers))
+    return script + beside + re.sub(r"\W+", "_", options.flags).rstrip("_")
 
 
 def write_summary(out: Path) -> str:
@@ -383,9 +387,9 @@ def check(options: Options) -> list[str]:
     for peer in options.peers:
         if not any(peer in peers_of(script) for script in scripts):
             fail(f"--peers {peer}: it trains none of {', '.join(scripts)}")
+    if 0 < len(set(CLONES) & set(options.peers)) < len(options.peers):
+        fail("--peers: cleanrl and leanrl have a table of their own: measure the others without them")
     check_installed(options.peers)
-    if "rllib" in options.peers and not RLLIB_PYTHON.exists():
-        fail(f"no {RLLIB_PYTHON}: make that environment with requirements/requirements-rllib.txt, or set RLLIB_PYTHON")
     make_folder(options.out)
     return scripts
 
@@ -404,7 +408,7 @@ def main(options: Options) -> int:
     total = sum(len(names_of(script, options)) for script in scripts) * (options.rounds + (options.whole_steps > 0))
     total += len(scripts) * options.ceilings * (variants + 1)
     kept = f"the scripts that were finished before lie in {options.out}"
-    paths = {script: options.out / f"{file_name(script, options.flags)}.json" for script in scripts}
+    paths = {script: options.out / f"{file_name(script, options)}.json" for script in scripts}
     own = {script: {"contestants": names_of(script, options), "flags": options.flags} for script in scripts}
     targets = {script: Target(path, **own[script]) for script, path in paths.items()}
     for target in targets.values():

@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.acting.rollout_worker import FAMILIES
-from benchmarks.common.programs import ROOT, SCRIPTS, SUFFIX, fail
+from benchmarks.common.programs import CLONES, ROOT, SCRIPTS, SUFFIX, fail
 from benchmarks.common.results import git, write_json
 from benchmarks.tools.readme import NOTED, RESULTS
 
@@ -121,6 +121,7 @@ def makers(path: Path, result: dict) -> list[str]:
     names, room = result.get("contestants", {}), "benchmarks/throughput"
     found = [f"{room}/peers.py"] * any(name.startswith(("sb3", "sbx")) for name in names)
     found += [f"{room}/peer_rllib.py"] * ("rllib" in names)
+    found += [f"{room}/peer_cleanrl.py"] * any(name in CLONES for name in names)
     if path.stem == "rollout" or "network" in result:
         found += [f"benchmarks/acting/{name}.py" for name in ("networks", "paths")]
     if path.parent.name == "env_pools" or path.stem == "scaling":
