@@ -272,6 +272,7 @@ def test_every_backend_and_mode_that_torch_lists_is_a_path():
         ({"batch_sizes": (0,)}, "--batch-sizes"),
         ({"seconds": 0}, "--seconds"),
         ({"devices": ("tpu",)}, "no device tpu"),
+        ({"smoke": True, "batch_sizes": (8,)}, "--batch-sizes: --smoke chooses it"),
     ],
 )
 def test_bad_input(options, message, tmp_path, capsys):

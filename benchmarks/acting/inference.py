@@ -67,8 +67,17 @@ def check(options: Options) -> Options:
     import torch
 
     if options.smoke:
-        small = {"networks": ("ppo",), "paths": SMOKE_PATHS, "batch_sizes": (1, 64), "devices": ("cpu",)}
-        options = replace(options, **small, seconds=0.2, time_limit=min(options.time_limit, 50.0))
+        small = {
+            "networks": ("ppo",),
+            "paths": SMOKE_PATHS,
+            "batch_sizes": (1, 64),
+            "devices": ("cpu",),
+            "seconds": 0.2,
+        }
+        for name in small:
+            if getattr(options, name) != getattr(Options, name):
+                fail(f"--{name.replace('_', '-')}: --smoke chooses it; leave one of them out")
+        options = replace(options, **small, time_limit=min(options.time_limit, 50.0))
     devices = options.devices or (("cpu", "cuda") if torch.cuda.is_available() else ("cpu",))
     networks = options.networks or tuple(NETWORKS)
     check_known("network", networks, list(NETWORKS))

@@ -283,6 +283,7 @@ def main(options: Options) -> int:
     jobs = plan(options)
     print(announcement(options, jobs, place.pace, journal), file=sys.stderr)
     out = "" if options.out == Options.out else f" --out {shlex.quote(str(options.out))}"
+    out += f" --ray-address {options.ray_address}" if options.ray_address is not None else ""
     with closing(place), stoppable(f"to go on: ./run.sh sweep --resume{out}"):
         run_all(jobs, place, options, journal)
     failed = [job for job in jobs if journal.states[job.name] == "failed"]

@@ -134,7 +134,8 @@ def cells(env_id: str, found: dict) -> list[str]:
 
 def rows(results: list[dict]) -> list[str]:
     """The table of all results."""
-    header = [f"steps/s [quartiles], {machine_of(results[0]['provenance'])}", "environments", *WAYS]
+    machines = " and ".join(dict.fromkeys(machine_of(result["provenance"]) for result in results))
+    header = [f"steps/s [quartiles], {machines}", "environments", *WAYS]
     header += ["by default", "of the best [95 %]"]
     return table(header, [cells(result["env_id"], found) for result in results for found in result["rows"]])
 

@@ -141,13 +141,13 @@ DIFFERENCES = {
     },
     "cleanrl": dict.fromkeys(
         ("ppo", "sac", "td3", "dqn"),
-        "older releases of Gymnasium and MuJoCo, which it needs, under the same PyTorch; its own defaults, which have "
-        "the values of the script's",
+        "unchanged scripts with their defaults, which have the values of ours; the same PyTorch, with its default "
+        "precision of products; older releases of Gymnasium and MuJoCo, which they need",
     ),
     "leanrl": dict.fromkeys(
         ("ppo", "sac", "td3", "dqn"),
-        "older releases of Gymnasium, MuJoCo and tensordict, which it needs, under the same PyTorch; its own defaults, "
-        "which have the values of the script's; compiled, without CUDA graphs",
+        "unchanged scripts with --compile and else their defaults, which have the values of ours; the same PyTorch, "
+        "with its default precision of products; older releases of Gymnasium, MuJoCo and tensordict, which they need",
     ),
 }
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.acting import inference, rollout
 from benchmarks.common import plots, stats
-from benchmarks.common.programs import ROOT, fail
+from benchmarks.common.programs import CLONES, ROOT, fail
 from benchmarks.common.results import commit_of, estimate, machine_of, table
 from benchmarks.learning import report, speedrun, time_to_score, tune
 from benchmarks.pools import env_pools, scaling
@@ -455,11 +455,14 @@ def draw_overview(results: Path) -> None:
     older code on that machine are shown, too, and marked: without them only some pairs would be seen. The score is the
     one that takes the longest there, of those that all runs reached, if there are any: else bars are bounds.
     """
-    speeds, marked, scores = {}, {}, {}
+    speeds, marked, scores, beside = {}, {}, {}, {}
     for path in results.glob("throughput/**/*.json"):
         result = json.loads(path.read_text())
-        if not result["flags"] and "steps_per_second" in result["contestants"].get("sb3", {}):
-            group = marked if mark(str(path.relative_to(results))) else speeds
+        is_stale = bool(mark(str(path.relative_to(results))))
+        if not result["flags"] and not is_stale and set(CLONES) & set(result["contestants"]):
+            beside[machine_of(result["provenance"]), result["script"]] = result
+        elif not result["flags"] and "steps_per_second" in result["contestants"].get("sb3", {}):
+            group = marked if is_stale else speeds
             group.setdefault(machine_of(result["provenance"]), []).append(result)
     for path in sorted(results.glob("time_to_score/*.json")):
         result = json.loads(path.read_text())
@@ -469,9 +472,11 @@ def draw_overview(results: Path) -> None:
         return
     most = lambda found: max(found.values(), key=lambda own: (len(own), max(x["provenance"]["date"] for x in own)))  # noqa: E731
     fresh = most(speeds)
-    older = marked.get(machine_of(fresh[0]["provenance"]), [])
-    with plots.figure(results / "overview.png", columns=2, size=(5.6, 4.2)) as ((left, right),):
-        draw_speeds(left, fresh, older)
+    machine = machine_of(fresh[0]["provenance"])
+    older = marked.get(machine, [])
+    beside = {script: result for (place, script), result in beside.items() if place == machine}
+    with plots.figure(results / "overview.png", columns=2, size=(5.6, 5.6)) as ((left, right),):
+        draw_speeds(left, fresh, older, beside)
         draw_times(right, max(most(scores), key=longest))
 
 
@@ -482,10 +487,22 @@ def longest(result: dict) -> tuple[bool, float]:
     return is_whole, max(own["mean"] for own in found)
 
 
-def draw_speeds(axis, fresh: list[dict], older: list[dict]) -> None:
+def by_way_of_eager(result: dict, beside: dict) -> dict[str, tuple[float, list[float]]]:
+    """How many times as fast as SB3 CleanRL and LeanRL are, with an interval; these ran beside eager in other rounds.
+
+    The ratio is the product of theirs to eager and of eager's to SB3, and so are the interval's ends: it is too wide.
+    """
+    steps = throughput.ratio(result["contestants"], "eager", "sb3")
+    names = [name for name in CLONES if "steps_per_second" in beside["contestants"].get(name, {})]
+    found = {name: throughput.ratio(beside["contestants"], name, "eager") for name in names}
+    ends = {name: [a * b for a, b in zip(x["interval"], steps["interval"], strict=True)] for name, x in found.items()}
+    return {name: (x["ratio"] * steps["ratio"], ends[name]) for name, x in found.items()}
+
+
+def draw_speeds(axis, fresh: list[dict], older: list[dict], beside: dict[str, dict]) -> None:
     """How many times as fast as SB3 the contestants of each pair are on a machine, with 95 % intervals.
 
-    Results of older code, for pairs without others, are marked.
+    Results of older code, for pairs without others, are marked. `beside`: results beside CleanRL and LeanRL, by script.
     """
     groups, scripts = {}, {result["script"] for result in fresh}
     older = [result for result in older if result["script"] not in scripts]
@@ -494,6 +511,8 @@ def draw_speeds(axis, fresh: list[dict], older: list[dict]) -> None:
         ratios = [throughput.ratio(result["contestants"], name, "sb3") for name in measured]
         name = f"{result['script']}{' †' * (result in older)}\n{result['env_id']}"
         groups[name] = {x["of"]: (x["ratio"], x["interval"]) for x in ratios}
+        if result["script"] in beside and "eager" in groups[name]:
+            groups[name] |= by_way_of_eager(result, beside[result["script"]])
     plots.draw_groups(axis, groups, ".1f")
     axis.axvline(1, color=plots.colour("sb3"), label=plots.label("sb3"))
     axis.legend()
