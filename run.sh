@@ -16,7 +16,8 @@ usage: ./run.sh COMMAND [FLAGS]
                         --scheduler asha pbt pb2, --perturb, --resume DIR
   report RUNS...        table, learning curves and verdicts from run folders; --out DIR
   throughput [FLAGS]    measure steady steps/s of each script and variant; --scripts, --variants, --rounds, --seconds,
-                        --peers sb3 sbx rllib to measure Stable-Baselines3, SBX and RLlib beside them
+                        --peers sb3 sbx rllib to measure Stable-Baselines3, SBX and RLlib beside them, or
+                        --peers cleanrl leanrl for the scripts of both
   time-to-score [FLAGS] measure how long each takes to a good policy, compiling included; --tasks, --variants, --peers
   speedrun PAIR ENV     measure how long settings of one's own take to it, for the board; --score, --flags="...", --name
   backends [FLAGS]      measure which way to step environments is fastest, and whether the scripts choose it; --env-ids

@@ -251,7 +251,8 @@ def contestants_of(task: Task, script: str) -> dict[str, gpu_speed.Contestant]:
     paths = [path / f"{script}{SUFFIX}.py" for path in (task.leanrl / "leanrl", task.leanrl)] if task.leanrl else []
     for path in [path for path in paths if path.exists()][:1]:
         flags = ["--compile", "--cudagraphs", "--total-timesteps=1000000000"]  # its fastest variant
-        flags += ["--learning-starts=1000"] * ("learning_starts" in fields_of(script))
+        known = fields_of(script)
+        flags += ["--learning-starts=1000"] * ("learning_starts" in known) + ["--log-every=1"] * ("log_every" in known)
         flags += ["--run-dir", str(task.work / f"{script}.leanrl")]
         programs["leanrl"] = clone_command(sys.executable, path, script, *flags)
     settings, contestants = turns.compile_settings(task.cache, len(programs)), {}

@@ -390,6 +390,7 @@ def test_cleanrl_and_leanrl_have_a_table_of_their_own():
     assert throughput.peer_columns(result) == ("cleanrl", "leanrl") and "leanrl" in peers.differences("dqn", ["leanrl"])
     assert throughput.file_name("dqn", throughput.Options(peers=("leanrl",))) == "dqn_beside_cleanrl"
     assert throughput.file_name("dqn", throughput.Options(peers=("sb3",))) == "dqn"
+    assert throughput.file_name("ppo", throughput.Options(peers=("leanrl",))) == "ppo"  # which LeanRL does not have
 
 
 @pytest.mark.parametrize("peer", ["sb3", "sbx"])

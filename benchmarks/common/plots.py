@@ -14,7 +14,7 @@ import numpy as np
 COLOURS = {
     "eager": "#0072B2", "lean": "#56B4E9", "compile": "#D55E00", "compile+cudagraphs": "#CC79A7",
     "cudagraphs": "#F0E442", "sb3": "#009E73", "sbx": "#E69F00", "leanrl": "#999999",
-    "cleanrl": "#56B4E9",
+    "cleanrl": "#000000",
 }  # fmt: skip
 LABELS = {"leanrl": "LeanRL", "sb3": "SB3 (PyTorch)", "sbx": "SBX (JAX)", "lean": "compile script, uncompiled"}
 LABELS |= {"rllib": "RLlib", "cleanrl": "CleanRL"}

@@ -355,7 +355,7 @@ def draw(results: list[dict], path: Path) -> None:
 
 def file_name(script: str, options: Options) -> str:
     """The file name of a script's result; one with flags, or beside CleanRL and LeanRL, gets a file of its own."""
-    beside = "_beside_cleanrl" * bool(set(CLONES) & set(options.peers))
+    beside = "_beside_cleanrl" * bool(set(CLONES) & set(names_of(script, options)))
     return script + beside + re.sub(r"\W+", "_", options.flags).rstrip("_")
 
 
@@ -387,6 +387,8 @@ def check(options: Options) -> list[str]:
     for peer in options.peers:
         if not any(peer in peers_of(script) for script in scripts):
             fail(f"--peers {peer}: it trains none of {', '.join(scripts)}")
+    if set(CLONES) & set(options.peers):
+        scripts = [script for script in scripts if set(CLONES) & set(names_of(script, options))]
     if 0 < len(set(CLONES) & set(options.peers)) < len(options.peers):
         fail("--peers: cleanrl and leanrl have a table of their own: measure the others without them")
     check_installed(options.peers)

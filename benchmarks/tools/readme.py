@@ -459,7 +459,8 @@ def draw_overview(results: Path) -> None:
     for path in results.glob("throughput/**/*.json"):
         result = json.loads(path.read_text())
         is_stale = bool(mark(str(path.relative_to(results))))
-        if not result["flags"] and not is_stale and set(CLONES) & set(result["contestants"]):
+        has_eager = "steps_per_second" in result["contestants"].get("eager", {})
+        if not result["flags"] and not is_stale and has_eager and set(CLONES) & set(result["contestants"]):
             beside[machine_of(result["provenance"]), result["script"]] = result
         elif not result["flags"] and "steps_per_second" in result["contestants"].get("sb3", {}):
             group = marked if is_stale else speeds
@@ -511,12 +512,13 @@ def draw_speeds(axis, fresh: list[dict], older: list[dict], beside: dict[str, di
         ratios = [throughput.ratio(result["contestants"], name, "sb3") for name in measured]
         name = f"{result['script']}{' †' * (result in older)}\n{result['env_id']}"
         groups[name] = {x["of"]: (x["ratio"], x["interval"]) for x in ratios}
-        if result["script"] in beside and "eager" in groups[name]:
+        if result["script"] in beside and "eager" in groups[name] and result not in older:
             groups[name] |= by_way_of_eager(result, beside[result["script"]])
     plots.draw_groups(axis, groups, ".1f")
     axis.axvline(1, color=plots.colour("sb3"), label=plots.label("sb3"))
     axis.legend()
-    title = f"Environment steps/s, times those of SB3\n{machine_of(fresh[0]['provenance'])}"
+    title = "Environment steps/s, times those of SB3" + "\n(CleanRL and LeanRL by way of eager)" * bool(beside)
+    title += f"\n{machine_of(fresh[0]['provenance'])}"
     title += "\n†: by older code than today's" * bool(older)
     plots.describe_axis(axis, title, "", "")
 
