@@ -141,14 +141,14 @@ DIFFERENCES = {
     },
     "cleanrl": dict.fromkeys(
         ("ppo", "sac", "td3", "dqn"),
-        "its own scripts with their defaults, which have the values of ours; the same PyTorch, with its default precision "
-        "of products, and denormal numbers; Gymnasium 0.29, MuJoCo 2.3. The first update is timed at the line after it",
+        "its own scripts with their defaults, which have the values of ours; PyTorch's default precision of products; "
+        "denormal numbers; Gymnasium 0.29, MuJoCo 2.3. The first update is timed at the line after it",
     ),
     "leanrl": dict.fromkeys(
         ("ppo", "sac", "td3", "dqn"),
-        "its own scripts with --compile and else their defaults, which have the values of ours; the same PyTorch, with "
-        "its default precision of products, and denormal numbers; Gymnasium 0.29, MuJoCo 2.3, tensordict 0.8; rewards of "
-        "PPO in float64. The first update is timed at its first report, which for PPO comes after ten rollouts",
+        "its own scripts with --compile and else their defaults, which have the values of ours; PyTorch's default "
+        "precision of products; denormal numbers; Gymnasium 0.29, MuJoCo 2.3, tensordict 0.8; rewards of PPO in float64. "
+        "The first update is timed at its first report, which for PPO comes after ten rollouts",
     ),
 }
 
