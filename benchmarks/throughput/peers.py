@@ -147,7 +147,7 @@ DIFFERENCES = {
     "leanrl": dict.fromkeys(
         ("ppo", "sac", "td3", "dqn"),
         "its own scripts with --compile and else their defaults, which have the values of ours; PyTorch's default "
-        "precision of products; denormal numbers; Gymnasium 0.29, MuJoCo 2.3, tensordict 0.8; PPO's rewards in float64. "
+        "precision of products; denormal numbers; Gymnasium 0.29, MuJoCo 2.3, tensordict 0.8; float64 rewards in PPO. "
         "The first update is timed at its first report, which for PPO comes after ten rollouts",
     ),
 }
