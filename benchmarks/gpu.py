@@ -34,6 +34,7 @@ from benchmarks.acting.networks import NETWORKS
 from benchmarks.common import plots, processes, turns
 from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import (
+    CLEANRL_PYTHON,
     SUFFIX,
     check_known,
     check_positive,
@@ -73,7 +74,8 @@ class Options:
     stage: tyro.conf.Positional[Literal["correctness", "speed", "more"]]  # what to measure
     out: tyro.conf.Positional[Path]  # folder of the results
     scripts: tuple[str, ...] = ()  # pairs to measure, by the name of the eager script; by default all that can run here
-    leanrl: Path | None = None  # folder of LeanRL, to measure its scripts beside ours
+    # folder of LeanRL, to measure its scripts beside ours; needs requirements-cleanrl.txt, see CLEANRL_PYTHON
+    leanrl: Path | None = None
     time_limit: float = 525.0  # seconds for the whole stage
     cache: Path | None = None  # folder for compiled code, kept for a later stage; by default a temporary one
     memory_gib: float | None = None  # host memory for all processes; by default what is free when a part starts
@@ -254,7 +256,8 @@ def contestants_of(task: Task, script: str) -> dict[str, gpu_speed.Contestant]:
         known = fields_of(script)
         flags += ["--learning-starts=1000"] * ("learning_starts" in known) + ["--log-every=1"] * ("log_every" in known)
         flags += ["--run-dir", str(task.work / f"{script}.leanrl")]
-        programs["leanrl"] = clone_command(sys.executable, path, script, *flags)
+        python = CLEANRL_PYTHON if CLEANRL_PYTHON.exists() else sys.executable  # a machine without network has one
+        programs["leanrl"] = clone_command(python, path, script, *flags)
     settings, contestants = turns.compile_settings(task.cache, len(programs)), {}
     for name, program in programs.items():
         folder = task.work / f"{script}.{name}"

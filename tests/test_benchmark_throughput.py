@@ -17,9 +17,9 @@ import pytest
 import torch
 from benchmark_helpers import benchmark, benchmark_here, refusal, toy_flags
 
-from benchmarks.common import processes, results, runs
+from benchmarks.common import processes, programs, results, runs
 from benchmarks.common.pairs import TABLE
-from benchmarks.common.programs import PEERS, RLLIB_PYTHON, ROOT, SCRIPTS, clone_command, load_script
+from benchmarks.common.programs import LIBRARIES, RLLIB_PYTHON, ROOT, SCRIPTS, clone_command, load_script
 from benchmarks.common.results import provenance, write_json
 from benchmarks.throughput import ceilings, peers, throughput
 
@@ -91,6 +91,7 @@ def test_less_does_not_replace_more(tmp_path, capsys, change, message):
         ({"scripts": ("ppo_env_pool",), "peers": ("sb3",)}, "--peers sb3: it trains none of ppo_env_pool"),
         ({"scripts": ("ppo",), "peers": ("leanrl",)}, "--peers leanrl: it trains none of ppo"),
         ({"peers": ("leanrl", "sb3")}, "cleanrl and leanrl have a table of their own"),
+        ({"peers": ("leanrl",), "whole_steps": 9}, "--whole-steps: leave it out"),
         ({"out": Path("/dev/null/x")}, "can't write"),
     ],
 )
@@ -297,7 +298,7 @@ def test_no_program_that_learns_is_steady_before_its_first_update(tmp_path, lear
 
 def peer_model(peer: str, script: str, **settings):
     """A peer's model for a script at small sizes, and the script's settings."""
-    if importlib.util.find_spec(PEERS[peer]) is None:
+    if importlib.util.find_spec(LIBRARIES[peer]) is None:
         pytest.skip(f"{peer} is not installed")
     module = load_script(SCRIPTS / f"{script}.py")
     task = {"env_id": "CartPole-v1" if script == "dqn" else "Pendulum-v1", "buffer_size": 1000}
@@ -385,6 +386,23 @@ def test_cleanrl_and_leanrl_get_our_flags_under_their_names(report, flag, tmp_pa
     assert ["losses/reported" in line for line in lines] == [False, True]
 
 
+@pytest.mark.parametrize("has_cuda", [False, True])
+def test_leanrl_has_cuda_graphs_where_ours_have(has_cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    assert ("--cudagraphs" in programs.command("dqn", "leanrl")) == has_cuda
+    assert "--cudagraphs" not in programs.command("dqn", "cleanrl") and "--compile" in programs.command("dqn", "leanrl")
+
+
+def test_cleanrl_without_its_environment_or_its_clone_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(programs, "CLEANRL_PYTHON", tmp_path / "none")
+    assert "make that environment with requirements/requirements-cleanrl.txt" in refusal(
+        programs.check_installed, ("cleanrl",), capsys
+    )
+    monkeypatch.setattr(programs, "CLEANRL_PYTHON", Path(sys.executable))
+    monkeypatch.setitem(programs.CLONES, "leanrl", (tmp_path / "none", "", ()))
+    assert "requirements-cleanrl.txt says how to get it" in refusal(programs.check_installed, ("leanrl",), capsys)
+
+
 def test_cleanrl_and_leanrl_have_a_table_of_their_own():
     result = {"script": "dqn", "contestants": {"eager": {}, "leanrl": {}}}
     assert throughput.peer_columns(result) == ("cleanrl", "leanrl") and "leanrl" in peers.differences("dqn", ["leanrl"])
@@ -395,7 +413,7 @@ def test_cleanrl_and_leanrl_have_a_table_of_their_own():
 
 @pytest.mark.parametrize("peer", ["sb3", "sbx"])
 def test_peers_write_the_log_of_a_script(peer, tmp_path):
-    if importlib.util.find_spec(PEERS[peer]) is None:
+    if importlib.util.find_spec(LIBRARIES[peer]) is None:
         pytest.skip(f"{peer} is not installed")
     done = benchmark("throughput.peers", peer, "ppo", *toy_flags("ppo"), f"--run-dir={tmp_path}")
     assert done.returncode == 0, done.stderr

@@ -26,8 +26,7 @@ VARIANTS = {
     "compile+cudagraphs": (SUFFIX, ("--compile", "--cudagraphs")),
 }
 Variant = Literal["eager", "lean", "compile", "cudagraphs", "compile+cudagraphs"]  # a key of VARIANTS
-# Programs to measure beside ours, and the module that each needs
-PEERS = {"sb3": "stable_baselines3", "sbx": "sbx", "rllib": "ray", "cleanrl": "gymnasium", "leanrl": "torchrl"}
+LIBRARIES = {"sb3": "stable_baselines3", "sbx": "sbx"}  # to measure beside ours; the module of each
 AT_DEFAULTS = "-defaults"  # suffix of a peer's name: with its own settings instead of the script's
 # Three need another Gymnasium than the scripts, so they have virtual environments of their own:
 # requirements/requirements-rllib.txt, and requirements-cleanrl.txt, which says where the clones belong
@@ -37,6 +36,7 @@ CLONES = {  # the folder of the scripts, the suffix of their names, flags
     "cleanrl": (CLEANRL_PYTHON.parents[1] / "cleanrl" / "cleanrl", "", ()),
     "leanrl": (CLEANRL_PYTHON.parents[1] / "LeanRL" / "leanrl", SUFFIX, ("--compile",)),
 }
+PEERS = (*LIBRARIES, "rllib", *CLONES)
 
 
 def fail(message: str) -> NoReturn:
@@ -59,7 +59,7 @@ def peers_of(script: str) -> tuple[str, ...]:
     """The libraries, and collections of scripts, that can train as a script does."""
     if script not in TABLE or TABLE[script].peers is None:
         return ()
-    return ("rllib",) if script.endswith("_ray") else ("sb3", "sbx", *TABLE[script].clones)
+    return ("rllib",) if script.endswith("_ray") else (*LIBRARIES, *TABLE[script].clones)
 
 
 def clone_command(python: str | Path, path: Path, script: str, *flags: str) -> list[str]:
@@ -102,10 +102,10 @@ def split_flags(text: str, *more: str, refused: tuple[str, ...] = ("--run-dir", 
 
 def check_installed(peers: tuple[str, ...]) -> None:
     """Refuse peers that are not installed, here or in an environment of their own."""
-    absent = [peer for peer in peers if peer in ("sb3", "sbx") and importlib.util.find_spec(PEERS[peer]) is None]
+    absent = [peer for peer in peers if peer in LIBRARIES and importlib.util.find_spec(LIBRARIES[peer]) is None]
     if absent:
         fail(f"{', '.join(absent)} not installed: pip install -r requirements/requirements-benchmark.txt")
-    for peer in [peer for peer in peers if peer not in ("sb3", "sbx")]:
+    for peer in [peer for peer in peers if peer not in LIBRARIES]:
         name, python = ("rllib", RLLIB_PYTHON) if peer == "rllib" else ("cleanrl", CLEANRL_PYTHON)
         file = f"requirements/requirements-{name}.txt"
         if not python.exists():
@@ -135,8 +135,9 @@ def command(script: str, variant: str) -> list[str]:
         return [str(RLLIB_PYTHON), str(ROOT / "benchmarks" / "throughput" / "peer_rllib.py"), script]
     if variant in CLONES:
         folder, suffix, flags = CLONES[variant]
+        flags += ("--cudagraphs",) * (variant == "leanrl" and "cudagraphs" in default_variants())  # its fastest on CUDA
         return clone_command(CLEANRL_PYTHON, folder / f"{script}{suffix}.py", script, *flags)
-    if variant.removesuffix(AT_DEFAULTS) in PEERS:
+    if variant.removesuffix(AT_DEFAULTS) in LIBRARIES:
         return [sys.executable, "-m", "benchmarks.throughput.peers", variant, script]
     suffix, flags = VARIANTS[variant]
     return [sys.executable, str(SCRIPTS / f"{script}{suffix}.py"), *flags]

@@ -30,7 +30,7 @@ import tyro
 from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import (
     AT_DEFAULTS,
-    PEERS,
+    LIBRARIES,
     SCRIPTS,
     check_known,
     environment_class,
@@ -146,9 +146,9 @@ DIFFERENCES = {
     ),
     "leanrl": dict.fromkeys(
         ("ppo", "sac", "td3", "dqn"),
-        "its own scripts with --compile and else their defaults, which have the values of ours; PyTorch's default "
-        "precision of products; denormal numbers; Gymnasium 0.29, MuJoCo 2.3, tensordict 0.8; float64 rewards in PPO. "
-        "The first update is timed at its first report, which for PPO comes after ten rollouts",
+        "its own scripts with --compile, on CUDA with --cudagraphs, and else their defaults, which have the values of "
+        "ours; PyTorch's default precision of products; denormal numbers; Gymnasium 0.29, MuJoCo 2.3, tensordict 0.8; "
+        "float64 rewards in PPO. The first update is timed at its first report, which for PPO comes after ten rollouts",
     ),
 }
 
@@ -297,7 +297,7 @@ def train(peer: str, script: str, flags: list[str]) -> Path:
 
 def make_model(peer: str, algorithm: str, args, envs):
     """A peer's model, as close to the script's as possible, or with the library's defaults."""
-    library = importlib.import_module(PEERS[peer.removesuffix(AT_DEFAULTS)])
+    library = importlib.import_module(LIBRARIES[peer.removesuffix(AT_DEFAULTS)])
     if peer.endswith(AT_DEFAULTS):
         policy = "CnnPolicy" if len(envs.observation_space.shape) == 3 else "MlpPolicy"
         return getattr(library, algorithm.upper())(policy, envs, seed=args.seed)
@@ -320,9 +320,9 @@ def main(arguments: list[str]) -> None:
         fail("name a peer and a script")
     peer, script, *flags = arguments
     # RLlib, CleanRL and LeanRL have programs of their own
-    check_known("peer", [peer], [name + kind for kind in ("", AT_DEFAULTS) for name in ("sb3", "sbx")])
+    check_known("peer", [peer], [name + kind for kind in ("", AT_DEFAULTS) for name in LIBRARIES])
     check_known("script", [script], [name for name in pairs() if "sb3" in peers_of(name)])
-    if importlib.util.find_spec(PEERS[peer.removesuffix(AT_DEFAULTS)]) is None:
+    if importlib.util.find_spec(LIBRARIES[peer.removesuffix(AT_DEFAULTS)]) is None:
         fail(f"{peer} is not installed: pip install -r requirements/requirements-benchmark.txt")
     print(train(peer, script, flags))
 

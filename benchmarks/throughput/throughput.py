@@ -391,6 +391,8 @@ def check(options: Options) -> list[str]:
         scripts = [script for script in scripts if set(CLONES) & set(names_of(script, options))]
     if 0 < len(set(CLONES) & set(options.peers)) < len(options.peers):
         fail("--peers: cleanrl and leanrl have a table of their own: measure the others without them")
+    if options.whole_steps and set(CLONES) & set(options.peers):
+        fail("--whole-steps: leave it out beside cleanrl and leanrl, whose logs and checkpoints are not written here")
     check_installed(options.peers)
     make_folder(options.out)
     return scripts
