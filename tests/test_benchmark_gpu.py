@@ -296,6 +296,7 @@ def test_leanrl_is_measured_beside_ours(tmp_path):
     task = gpu.Task(gpu.TOY, ["dqn"], tmp_path / "lean", tmp_path, tmp_path / "cache", None, time.perf_counter() + 30)
     assert "leanrl" not in gpu.contestants_of(task, "ppo")
     one = gpu.contestants_of(task, "dqn")["leanrl"]
+    assert one.command[-4:].count("--log-every=1") == 1  # the last one counts: a turn of a slow script needs lines
     results = []
     gpu_speed.measure("dqn", {"leanrl": one}, "cpu", 1, 30.0, results.append)
     own = results[-1]["contestants"]["leanrl"]
