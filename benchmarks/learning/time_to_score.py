@@ -41,7 +41,17 @@ from benchmarks.common.programs import (
     peers_of,
     split_flags,
 )
-from benchmarks.common.results import Target, describe, estimate, load_all, make_folder, provenance, stoppable, table
+from benchmarks.common.results import (
+    Target,
+    describe,
+    estimate,
+    load_all,
+    machine_of,
+    make_folder,
+    provenance,
+    stoppable,
+    table,
+)
 from benchmarks.learning import report
 from benchmarks.throughput import peers
 
@@ -253,8 +263,11 @@ def draw(results: list[dict], path: Path) -> None:
                 style["linestyle"] = ":" if "cold" in name else "-"
                 axis.step([0, *times, ends], [*shares, shares[-1]], **style)
             title = f"{result['script']} on {result['env_id']}, to {result['score']:,g}"
+            title += f"\n{machine_of(result['provenance'])}"
             plots.describe_axis(axis, title, "wall time (s)", "share that got there")
-            axis.legend()
+        # One legend for all, above them: inside an axis it would hide a curve
+        named = {name: line for axis in axes for line, name in zip(*axis.get_legend_handles_labels(), strict=True)}
+        axes[0].figure.legend(named.values(), named.keys(), loc="outside upper center", ncols=len(named) if len(axes) > 1 else 3)
 
 
 def write_summary(out: Path) -> str:
