@@ -1,7 +1,9 @@
 """Publication-quality figures: one style, and one colour per variant, in all of them. Needs no display."""
 
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import matplotlib
@@ -68,8 +70,9 @@ def grid(path: Path, count: int, size: tuple[float, float] = (5.2, 3.4)) -> Iter
 
 
 def describe_axis(axis, title: str, x: str, y: str) -> None:
-    """Title, labels with their units, and thousands as 200k."""
-    axis.set(title=title, xlabel=x, ylabel=y)
+    """Title, in lines that fit, with no flag broken; labels with their units, and thousands as 200k."""
+    lines = [textwrap.wrap(line, 54, break_long_words=False, break_on_hyphens=False) for line in title.splitlines()]
+    axis.set(title="\n".join(chain(*lines)), xlabel=x, ylabel=y)
     if x.endswith("steps"):
         axis.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
 

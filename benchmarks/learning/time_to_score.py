@@ -267,7 +267,9 @@ def draw(results: list[dict], path: Path) -> None:
             plots.describe_axis(axis, title, "wall time (s)", "share that got there")
         # One legend for all, above them: inside an axis it would hide a curve
         named = {name: line for axis in axes for line, name in zip(*axis.get_legend_handles_labels(), strict=True)}
-        axes[0].figure.legend(named.values(), named.keys(), loc="outside upper center", ncols=len(named) if len(axes) > 1 else 3)
+        axes[0].figure.legend(
+            named.values(), named.keys(), loc="outside upper center", ncols=len(named) if len(axes) > 1 else 3
+        )
 
 
 def write_summary(out: Path) -> str:

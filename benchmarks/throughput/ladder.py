@@ -20,7 +20,17 @@ from tqdm import tqdm
 
 from benchmarks.common import plots, processes, turns
 from benchmarks.common.programs import check_known, check_once, check_positive, fail, often_logged
-from benchmarks.common.results import Target, describe, estimate, load_all, make_folder, provenance, stoppable, table
+from benchmarks.common.results import (
+    Target,
+    describe,
+    estimate,
+    load_all,
+    machine_of,
+    make_folder,
+    provenance,
+    stoppable,
+    table,
+)
 from benchmarks.throughput import throughput
 from benchmarks.throughput.rungs import LADDERS
 
@@ -114,7 +124,8 @@ def draw(results: list[dict], path: Path) -> None:
             plots.draw_bars(
                 axis, names, [x["steps_per_second"] for x in own.values()], [x["quartiles"] for x in own.values()]
             )
-            plots.describe_axis(axis, f"{result['script']} on {result['env_id']}", "environment steps/s", "")
+            title = f"{result['script']} on {result['env_id']}\n{machine_of(result['provenance'])}"
+            plots.describe_axis(axis, title, "environment steps/s", "")
 
 
 def write_summary(out: Path) -> str:

@@ -52,6 +52,7 @@ from benchmarks.common.results import (
     gpu_model,
     load_all,
     machine_folder,
+    machine_of,
     make_folder,
     provenance,
     stoppable,
@@ -343,13 +344,14 @@ def section(result: dict) -> list[str]:
 
 def draw(results: list[dict], path: Path) -> None:
     """For each script the speeds of all contestants as bars with quartiles."""
-    with plots.grid(path, len(results), (5.6, 2.6)) as axes:
+    with plots.grid(path, len(results), (5.6, 3.2)) as axes:
         for axis, result in zip(axes, results, strict=True):
             known = {name: x for name, x in result["contestants"].items() if "steps_per_second" in x}
             medians = [x["steps_per_second"] for x in known.values()]
             if known:
                 plots.draw_bars(axis, list(known), medians, [x["quartiles"] for x in known.values()])
             title = f"{result['script']} on {result['env_id']}" + f" {result['flags']}" * bool(result["flags"])
+            title += f"\n{machine_of(result['provenance'])}"
             plots.describe_axis(axis, title, "environment steps/s", "")
 
 
