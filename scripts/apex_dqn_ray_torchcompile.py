@@ -77,7 +77,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
-    override: tuple[str, ...] = ()  # with --resume: new values for CHANGEABLE settings, such as gamma=0.98
+    override: tuple[str, ...] = ()  # with --resume: new values, NAME=VALUE, for settings in CHANGEABLE
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 10_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
@@ -96,7 +96,7 @@ class Args:
     # Ray
     num_runners: int = 2  # processes that step environments; 0: this process steps them, without Ray
     envs_per_runner: int = 8  # environments of each runner
-    replay_shards: int = 0  # Ray processes that hold the replay; 0: this process holds it
+    replay_shards: int = 0  # Ray processes that hold the replay, unsaved; 0: this process holds it
     cpus_per_runner: float = 1.0  # CPU cores that Ray reserves per runner; may be fractional
     gpus_per_runner: float = 0.0  # GPUs per runner; may be fractional; policies on frames then run there
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
@@ -811,7 +811,8 @@ class SyncEnvs:
         self.single_observation_space = self.envs[0].observation_space
         self.single_action_space = self.envs[0].action_space
 
-    def reset(self, seed: list[int]):
+    def reset(self, seed: list[int | None]):
+        self.done[:] = False
         return np.array([env.reset(seed=env_seed)[0] for env, env_seed in zip(self.envs, seed, strict=True)]), {}
 
     def step(self, action: np.ndarray):
@@ -932,6 +933,7 @@ class Envs:
         """Start an episode in each environment -> observation (N, O)."""
         try:
             obs, _ = self.vector.reset() if self.backend == "envpool" else self.vector.reset(seed=self.seeds)
+            self.seeds = [None] * self.num_envs  # a second reset begins other episodes
             obs = self.flatten(obs)
             check_finite(obs, np.zeros(1), np.zeros(len(obs), dtype=bool))
         except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
@@ -1099,16 +1101,17 @@ class Fragments:
         self.shape = args.fragment_steps, args.envs_per_runner
         self.size, self.length = math.prod(self.shape), args.fragment_steps + args.n_step + self.num_frames - 1
         count = buffer_size // self.size
+        part = "--buffer-size" if buffer_size == args.buffer_size else "a shard's part of --buffer-size,"
         if args.n_step >= args.fragment_steps:
             fail(f"--n-step {args.n_step} must be less than --fragment-steps {args.fragment_steps}")
         if count < 2:
-            fail(f"--buffer-size {buffer_size} is less than two fragments, of {self.size} transitions each")
+            fail(f"{part} {buffer_size} is less than two fragments, of {self.size} transitions each")
         width = gym.spaces.flatdim(observation_space) // self.num_frames
         shape, numbers = (count, self.length, args.envs_per_runner), 5
         need = math.prod(shape) * (width * np.dtype(kind).itemsize + 1) + count * self.size * (4 * numbers + 32)
         free = free_memory(torch.device("cpu"))
         if need > free:
-            fail(f"--buffer-size {buffer_size} needs {need / 2**30:.2f} GiB; {free / 2**30:.2f} are free")
+            fail(f"{part} {buffer_size} needs {need / 2**30:.2f} GiB; {free / 2**30:.2f} are free")
         print(f"replay: {need:,} bytes for {count * self.size:,} transitions", file=sys.stderr)
         self.obs, self.age = np.zeros((*shape, width), dtype=kind), np.zeros(shape, dtype=np.uint8)
         self.columns = np.zeros((count, *self.shape, numbers), dtype=np.float32)
@@ -1156,10 +1159,14 @@ class Runners:
         self.alive, self.restarts, self.late = set(), 0, 0
 
     def note(self, report: dict) -> None:
-        """Add the report of a fragment to the counts."""
+        """Add the report of a fragment that is learnt from to the counts."""
         self.run.step += report["steps"]
-        self.run.episodes += report["episodes"]
         self.staleness.append(self.run.num_updates - report["version"])
+        self.note_anyway(report)
+
+    def note_anyway(self, report: dict) -> None:
+        """Add what counts even if a fragment came too late to learn from: episodes that ended, where time went."""
+        self.run.episodes += report["episodes"]
         for name, seconds in report["seconds"].items():
             self.seconds[name] += seconds
         for name, values in report["infos"].items():
@@ -1344,6 +1351,7 @@ class RayRunners(Runners):
         while len(self.alive) < (1 if self.most_stale else args.num_runners):
             for reference in self.ready():
                 self.hear(reference)
+        warn_of_pixels(self.spaces[0], gym.spaces.flatdim(self.spaces[0]))  # what runners print is not shown
 
     def start(self, index: int) -> None:
         """Let Ray start a runner; one that replaces a dead one gets new seeds."""
@@ -1420,7 +1428,9 @@ class RayRunners(Runners):
             return
         self.failures[index], self.since[index] = 0, time.monotonic()
         self.last_news = self.since[index]
-        self.late += is_late
+        if is_late:
+            self.late += 1
+            self.note_anyway(news)
         if self.most_stale:
             self.ask(index, 1)
 
@@ -1510,7 +1520,8 @@ class Replay:
     def write_back(self, error: Tensor) -> None:
         """Take the errors of a batch; after the last batch of a draw, set the priorities of the draw before it.
 
-        So the host waits for a GPU only to send batches: errors are read after the next batches have been learnt from.
+        So the host waits for a GPU only to send batches and to read weights: errors are read after the next batches
+        have been learnt from.
         """
         self.errors.append(error)
         if self.batches:
@@ -1589,7 +1600,8 @@ class ReplayShards(Replay):
     """The replay in several Ray processes, which get fragments in turn, directly from runners, not through the learner.
 
     Batches are requested ahead, from each shard in turn. A shard that dies is replaced by an empty one; what it held is
-    counted as lost, and the learner goes on with what the others hold. Shards are not in the checkpoint.
+    counted as lost, and the learner goes on with the others until the new one has started. Shards are not in the
+    checkpoint.
     """
 
     AHEAD = 2
@@ -1603,9 +1615,11 @@ class ReplayShards(Replay):
         self.remote = self.ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(RemoteReplay)
         self.shards, self.num_given, self.num_added, self.num_lost, self.restarts = {}, {}, 0, 0, 0
         self.adding, self.asked = {}, deque()  # pending answer -> shard; (shard, pending batches)
+        self.starting = {}  # shard -> pending answer of its start; it gets nothing before that
         try:
-            starting = [self.start(index) for index in range(args.replay_shards)]
-            lines = self.ray.get(starting, timeout=args.fragment_timeout)
+            started = [self.start(index) for index in range(args.replay_shards)]
+            lines = self.ray.get(started, timeout=args.fragment_timeout)
+            self.starting.clear()
         except self.ray.exceptions.RayError as error:
             fail(f"can't start a replay shard: {getattr(error, 'cause', None) or error}")
         print(f"{args.replay_shards} shards, each {lines[0]}", file=sys.stderr)
@@ -1615,11 +1629,14 @@ class ReplayShards(Replay):
         self.shards[index], self.num_given[index] = self.remote.remote(), 0
         self.runners.actors[-1 - index] = self.shards[index]  # ends with them
         seed = int(np.random.SeedSequence(words).generate_state(1)[0])
-        return self.shards[index].open.remote(self.args, self.runners.spaces[0], seed)
+        self.starting[index] = self.shards[index].open.remote(self.args, self.runners.spaces[0], seed)
+        return self.starting[index]
 
     def add(self, fragment) -> None:
-        """Send a fragment to the next shard, by reference."""
-        index = self.num_added % len(self.shards)
+        """Send a fragment to the next shard that has started, by reference; only if none has, wait for one."""
+        while not (started := [index for index in self.shards if index not in self.starting]):
+            self.hear(*next(iter(self.starting.items())))
+        index = started[self.num_added % len(started)]
         self.adding[self.shards[index].add.remote(fragment)] = index
         self.num_given[index] += 1
         self.num_added += 1
@@ -1636,7 +1653,10 @@ class ReplayShards(Replay):
             if time.monotonic() > deadline:
                 self.runners.stop(f"replay shard {index} has not answered for {self.args.fragment_timeout:g} s")
         try:
-            return self.ray.get(reference)
+            answer = self.ray.get(reference)
+            if self.starting.get(index) == reference:
+                del self.starting[index]
+            return answer
         except self.ray.exceptions.ObjectLostError:
             self.num_lost += self.fragment_size  # lost with its runner's machine
         except self.ray.exceptions.RayError as error:
@@ -1721,14 +1741,14 @@ def validate(args: Args) -> torch.device:
 def typed_flags() -> list[str]:
     """The command line, with CleanRL's --cuda translated; SystemExit(2) for its other flags, with a replacement."""
     words = [{"--cuda": "--device=auto", "--no-cuda": "--device=cpu"}.get(word, word) for word in sys.argv[1:]]
-    instead = {"--torch-deterministic": "runs on a CPU always are", "--save-model": "each run leaves checkpoint.pt"}
+    instead = {"--torch-deterministic": "most runs on a CPU are", "--save-model": "each run leaves checkpoint.pt"}
     instead["--capture-video"] = "./run.sh evaluate RUN_DIR --video FILE.mp4"
     flags = [word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in words]
     for flag in flags:
         if flag in instead:
             fail(f"{flag} is a flag of CleanRL's; here {instead[flag]}")
     if flags.count("--override") > 1:  # the parser would keep the last one only
-        fail("--override is given twice: name all settings after one, as in --override gamma=0.98 learning_rate=1e-4")
+        fail("--override is given twice: name all settings after one, as in --override NAME=VALUE NAME=VALUE")
     return words
 
 
@@ -1857,8 +1877,10 @@ class Run:
             fail(f"can't use the run folder {self.dir}: {error}")
         if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
-        if getattr(self.args, "learning_starts", 0) >= self.args.total_timesteps:
-            print("note: the run is over before --learning-starts: nothing will be learnt", file=sys.stderr)
+        if starts := getattr(self.args, "learning_starts", 0):
+            starts += self.step * state.keys().isdisjoint({"buffer", "replay"})  # one not saved is filled again
+            if starts > self.args.learning_starts or starts >= self.args.total_timesteps:
+                print(f"note: nothing is learnt before step {starts:,}", file=sys.stderr)
         print(getattr(envs, "summary", f"environments: {self.args.env_id}"), file=sys.stderr)
         self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
         total, initial = self.args.total_timesteps, self.step
@@ -1987,7 +2009,7 @@ class Run:
         return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
 
     def stop_if_asked(self) -> None:
-        """After a signal, end the run within a rollout, which may take minutes, with the state of its last update."""
+        """After a signal, end the run within a rollout, which may take minutes, with the weights of its last update."""
         if self.stopped_by is not None:
             self.close()
 
@@ -2007,7 +2029,7 @@ class Run:
         if error:
             sys.exit(f"error: {error}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
-            print("this run was finished before; --total-timesteps, greater by a rollout or more, lets it go on")
+            print("this run was finished before; a greater --total-timesteps, in PPO by a rollout, lets it go on")
         print(
             f"{self.step:,} steps in {self.seconds:.1f} s, mean return of the last {len(self.returns)} episodes "
             f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"

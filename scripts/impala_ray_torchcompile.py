@@ -77,7 +77,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
-    override: tuple[str, ...] = ()  # with --resume: new values for CHANGEABLE settings, such as gamma=0.98
+    override: tuple[str, ...] = ()  # with --resume: new values, NAME=VALUE, for settings in CHANGEABLE
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 10_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
@@ -781,7 +781,8 @@ class SyncEnvs:
         self.single_observation_space = self.envs[0].observation_space
         self.single_action_space = self.envs[0].action_space
 
-    def reset(self, seed: list[int]):
+    def reset(self, seed: list[int | None]):
+        self.done[:] = False
         return np.array([env.reset(seed=env_seed)[0] for env, env_seed in zip(self.envs, seed, strict=True)]), {}
 
     def step(self, action: np.ndarray):
@@ -902,6 +903,7 @@ class Envs:
         """Start an episode in each environment -> observation (N, O)."""
         try:
             obs, _ = self.vector.reset() if self.backend == "envpool" else self.vector.reset(seed=self.seeds)
+            self.seeds = [None] * self.num_envs  # a second reset begins other episodes
             obs = self.flatten(obs)
             check_finite(obs, np.zeros(1), np.zeros(len(obs), dtype=bool))
         except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
@@ -1043,10 +1045,14 @@ class Runners:
         self.alive, self.restarts, self.late = set(), 0, 0
 
     def note(self, report: dict) -> None:
-        """Add the report of a fragment to the counts."""
+        """Add the report of a fragment that is learnt from to the counts."""
         self.run.step += report["steps"]
-        self.run.episodes += report["episodes"]
         self.staleness.append(self.run.num_updates - report["version"])
+        self.note_anyway(report)
+
+    def note_anyway(self, report: dict) -> None:
+        """Add what counts even if a fragment came too late to learn from: episodes that ended, where time went."""
+        self.run.episodes += report["episodes"]
         for name, seconds in report["seconds"].items():
             self.seconds[name] += seconds
         for name, values in report["infos"].items():
@@ -1231,6 +1237,7 @@ class RayRunners(Runners):
         while len(self.alive) < (1 if self.most_stale else args.num_runners):
             for reference in self.ready():
                 self.hear(reference)
+        warn_of_pixels(self.spaces[0], gym.spaces.flatdim(self.spaces[0]))  # what runners print is not shown
 
     def start(self, index: int) -> None:
         """Let Ray start a runner; one that replaces a dead one gets new seeds."""
@@ -1307,7 +1314,9 @@ class RayRunners(Runners):
             return
         self.failures[index], self.since[index] = 0, time.monotonic()
         self.last_news = self.since[index]
-        self.late += is_late
+        if is_late:
+            self.late += 1
+            self.note_anyway(news)
         if self.most_stale:
             self.ask(index, 1)
 
@@ -1489,14 +1498,14 @@ def validate(args: Args) -> torch.device:
 def typed_flags() -> list[str]:
     """The command line, with CleanRL's --cuda translated; SystemExit(2) for its other flags, with a replacement."""
     words = [{"--cuda": "--device=auto", "--no-cuda": "--device=cpu"}.get(word, word) for word in sys.argv[1:]]
-    instead = {"--torch-deterministic": "runs on a CPU always are", "--save-model": "each run leaves checkpoint.pt"}
+    instead = {"--torch-deterministic": "most runs on a CPU are", "--save-model": "each run leaves checkpoint.pt"}
     instead["--capture-video"] = "./run.sh evaluate RUN_DIR --video FILE.mp4"
     flags = [word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in words]
     for flag in flags:
         if flag in instead:
             fail(f"{flag} is a flag of CleanRL's; here {instead[flag]}")
     if flags.count("--override") > 1:  # the parser would keep the last one only
-        fail("--override is given twice: name all settings after one, as in --override gamma=0.98 learning_rate=1e-4")
+        fail("--override is given twice: name all settings after one, as in --override NAME=VALUE NAME=VALUE")
     return words
 
 
@@ -1625,8 +1634,10 @@ class Run:
             fail(f"can't use the run folder {self.dir}: {error}")
         if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
-        if getattr(self.args, "learning_starts", 0) >= self.args.total_timesteps:
-            print("note: the run is over before --learning-starts: nothing will be learnt", file=sys.stderr)
+        if starts := getattr(self.args, "learning_starts", 0):
+            starts += self.step * state.keys().isdisjoint({"buffer", "replay"})  # one not saved is filled again
+            if starts > self.args.learning_starts or starts >= self.args.total_timesteps:
+                print(f"note: nothing is learnt before step {starts:,}", file=sys.stderr)
         print(getattr(envs, "summary", f"environments: {self.args.env_id}"), file=sys.stderr)
         self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
         total, initial = self.args.total_timesteps, self.step
@@ -1755,7 +1766,7 @@ class Run:
         return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
 
     def stop_if_asked(self) -> None:
-        """After a signal, end the run within a rollout, which may take minutes, with the state of its last update."""
+        """After a signal, end the run within a rollout, which may take minutes, with the weights of its last update."""
         if self.stopped_by is not None:
             self.close()
 
@@ -1775,7 +1786,7 @@ class Run:
         if error:
             sys.exit(f"error: {error}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
-            print("this run was finished before; --total-timesteps, greater by a rollout or more, lets it go on")
+            print("this run was finished before; a greater --total-timesteps, in PPO by a rollout, lets it go on")
         print(
             f"{self.step:,} steps in {self.seconds:.1f} s, mean return of the last {len(self.returns)} episodes "
             f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"

@@ -82,7 +82,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
-    override: tuple[str, ...] = ()  # with --resume: new values for CHANGEABLE settings, such as gamma=0.98
+    override: tuple[str, ...] = ()  # with --resume: new values, NAME=VALUE, for settings in CHANGEABLE
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
     track: bool = False  # send the TensorBoard events to Weights & Biases too
@@ -97,8 +97,8 @@ class Args:
     envs_per_worker: int = 1  # environments that each worker steps in turn
     ready_batch: int = 2  # act as soon as this many environments are ready; 0 waits for all of them (lock-step)
     start_method: Literal["spawn", "forkserver", "fork"] = "spawn"  # how multiprocessing starts the workers
-    step_timeout: float = 60.0  # seconds an environment may take for a step or a reset before its worker is killed
-    max_restarts: int = 20  # restarts of dead workers allowed in a run; one more death ends it
+    step_timeout: float = 60.0  # seconds for a step or a reset of each of a worker's environments, then it is killed
+    max_restarts: int = 20  # restarts of dead workers allowed, anew after --resume; one more death ends the run
 
     # PPO
     num_steps: int = 128  # steps of each environment in a rollout
@@ -687,8 +687,12 @@ class Pool:
         if args.start_method == "forkserver":
             self.context.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
         try:
+            env_kwargs = dict(json.loads(args.env_kwargs))
+        except (TypeError, ValueError) as error:
+            fail(f"--env-kwargs {args.env_kwargs}: {error}")
+        try:
             # The spec instead of the id, since a worker process does not know what this file registers
-            env_fn = partial(make_env, gym.registry.get(args.env_id, args.env_id), dict(json.loads(args.env_kwargs)))
+            env_fn = partial(make_env, gym.registry.get(args.env_id, args.env_id), env_kwargs)
             self.work = SentByValue(partial(work, [env_fn] * args.envs_per_worker))
         except Exception as error:  # whatever the parts of an environment bring up
             fail(f"environment {args.env_id} can't be sent to a worker process: {error}")
@@ -905,14 +909,14 @@ def validate(args: Args) -> torch.device:
 def typed_flags() -> list[str]:
     """The command line, with CleanRL's --cuda translated; SystemExit(2) for its other flags, with a replacement."""
     words = [{"--cuda": "--device=auto", "--no-cuda": "--device=cpu"}.get(word, word) for word in sys.argv[1:]]
-    instead = {"--torch-deterministic": "runs on a CPU always are", "--save-model": "each run leaves checkpoint.pt"}
+    instead = {"--torch-deterministic": "most runs on a CPU are", "--save-model": "each run leaves checkpoint.pt"}
     instead["--capture-video"] = "./run.sh evaluate RUN_DIR --video FILE.mp4"
     flags = [word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in words]
     for flag in flags:
         if flag in instead:
             fail(f"{flag} is a flag of CleanRL's; here {instead[flag]}")
     if flags.count("--override") > 1:  # the parser would keep the last one only
-        fail("--override is given twice: name all settings after one, as in --override gamma=0.98 learning_rate=1e-4")
+        fail("--override is given twice: name all settings after one, as in --override NAME=VALUE NAME=VALUE")
     return words
 
 
@@ -1041,8 +1045,10 @@ class Run:
             fail(f"can't use the run folder {self.dir}: {error}")
         if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
-        if getattr(self.args, "learning_starts", 0) >= self.args.total_timesteps:
-            print("note: the run is over before --learning-starts: nothing will be learnt", file=sys.stderr)
+        if starts := getattr(self.args, "learning_starts", 0):
+            starts += self.step * state.keys().isdisjoint({"buffer", "replay"})  # one not saved is filled again
+            if starts > self.args.learning_starts or starts >= self.args.total_timesteps:
+                print(f"note: nothing is learnt before step {starts:,}", file=sys.stderr)
         print(getattr(envs, "summary", f"environments: {self.args.env_id}"), file=sys.stderr)
         self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
         total, initial = self.args.total_timesteps, self.step
@@ -1171,7 +1177,7 @@ class Run:
         return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
 
     def stop_if_asked(self) -> None:
-        """After a signal, end the run within a rollout, which may take minutes, with the state of its last update."""
+        """After a signal, end the run within a rollout, which may take minutes, with the weights of its last update."""
         if self.stopped_by is not None:
             self.close()
 
@@ -1191,7 +1197,7 @@ class Run:
         if error:
             sys.exit(f"error: {error}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
-            print("this run was finished before; --total-timesteps, greater by a rollout or more, lets it go on")
+            print("this run was finished before; a greater --total-timesteps, in PPO by a rollout, lets it go on")
         print(
             f"{self.step:,} steps in {self.seconds:.1f} s, mean return of the last {len(self.returns)} episodes "
             f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"

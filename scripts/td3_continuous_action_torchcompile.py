@@ -68,7 +68,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
-    override: tuple[str, ...] = ()  # with --resume: new values for CHANGEABLE settings, such as gamma=0.98
+    override: tuple[str, ...] = ()  # with --resume: new values, NAME=VALUE, for settings in CHANGEABLE
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 1_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
@@ -93,7 +93,7 @@ class Args:
     batch_size: int = 256  # transitions in one update
     learning_starts: int = 25_000  # environment steps before the first update
     policy_frequency: int = 2  # the actor learns at every n-th update of the critics
-    gradient_steps: int | None = None  # updates after each step of all environments; by default one for each transition
+    gradient_steps: int | None = None  # updates each time that all environments have stepped; by default num_envs
     exploration_noise: float = 0.1  # std of the noise on actions taken, as a fraction of half the action's range
     policy_noise: float = 0.2  # std of the noise on target actions (target policy smoothing), in the same unit
     noise_clip: float = 0.5  # the noise on target actions is clipped to +- this, in the same unit
@@ -101,8 +101,8 @@ class Args:
     bf16: bool = False  # compute inner layers in bfloat16; weights, first and last layers and loss stay in float32
 
     # compile: two switches, to measure what each of the two steps gains
-    compile: bool = True  # fuse the operations of a step, from sampling to Adam, into a few kernels
-    cudagraphs: bool = True  # on CUDA, replay the kernels of an update as one graph, in one launch
+    compile: bool = True  # fuse the operations of an update, and those of acting, into a few kernels
+    cudagraphs: bool = True  # on CUDA, replay the kernels of an update, or of acting, as one graph, in one launch
 
 
 METRICS = (  # in the order in which `update_both` stacks them: the critics', then the actor's
@@ -233,7 +233,7 @@ def train(args: Args) -> Path:
         obs, *critic_metrics = step_critics()
         return torch.stack([*critic_metrics, step_actor(obs)])
 
-    # compile: the names stay, so callers are unchanged. Each is compiled once, to one graph with gradients and Adam
+    # compile: the names stay, so callers are unchanged. Each becomes one graph, an update with gradients and Adam
     if args.compile:
         step_critics, step_actor = compiled(device, step_critics, step_actor)
         (act,) = compiled(device, act, post_grad_fusion_options={"decompose_mm_pass": {}})  # one row: loops beat BLAS
@@ -714,7 +714,8 @@ class SyncEnvs:
         self.single_observation_space = self.envs[0].observation_space
         self.single_action_space = self.envs[0].action_space
 
-    def reset(self, seed: list[int]):
+    def reset(self, seed: list[int | None]):
+        self.done[:] = False
         return np.array([env.reset(seed=env_seed)[0] for env, env_seed in zip(self.envs, seed, strict=True)]), {}
 
     def step(self, action: np.ndarray):
@@ -840,6 +841,7 @@ class Envs:
         """Start an episode in each environment -> observation (N, O)."""
         try:
             obs, _ = self.vector.reset() if self.backend == "envpool" else self.vector.reset(seed=self.seeds)
+            self.seeds = [None] * self.num_envs  # a second reset begins other episodes
             obs = self.flatten(obs)
             check_finite(obs, np.zeros(1), np.zeros(len(obs), dtype=bool))
         except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
@@ -942,14 +944,14 @@ def validate(args: Args) -> torch.device:
 def typed_flags() -> list[str]:
     """The command line, with CleanRL's --cuda translated; SystemExit(2) for its other flags, with a replacement."""
     words = [{"--cuda": "--device=auto", "--no-cuda": "--device=cpu"}.get(word, word) for word in sys.argv[1:]]
-    instead = {"--torch-deterministic": "runs on a CPU always are", "--save-model": "each run leaves checkpoint.pt"}
+    instead = {"--torch-deterministic": "most runs on a CPU are", "--save-model": "each run leaves checkpoint.pt"}
     instead["--capture-video"] = "./run.sh evaluate RUN_DIR --video FILE.mp4"
     flags = [word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in words]
     for flag in flags:
         if flag in instead:
             fail(f"{flag} is a flag of CleanRL's; here {instead[flag]}")
     if flags.count("--override") > 1:  # the parser would keep the last one only
-        fail("--override is given twice: name all settings after one, as in --override gamma=0.98 learning_rate=1e-4")
+        fail("--override is given twice: name all settings after one, as in --override NAME=VALUE NAME=VALUE")
     return words
 
 
@@ -1078,8 +1080,10 @@ class Run:
             fail(f"can't use the run folder {self.dir}: {error}")
         if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
-        if getattr(self.args, "learning_starts", 0) >= self.args.total_timesteps:
-            print("note: the run is over before --learning-starts: nothing will be learnt", file=sys.stderr)
+        if starts := getattr(self.args, "learning_starts", 0):
+            starts += self.step * state.keys().isdisjoint({"buffer", "replay"})  # one not saved is filled again
+            if starts > self.args.learning_starts or starts >= self.args.total_timesteps:
+                print(f"note: nothing is learnt before step {starts:,}", file=sys.stderr)
         print(getattr(envs, "summary", f"environments: {self.args.env_id}"), file=sys.stderr)
         self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
         total, initial = self.args.total_timesteps, self.step
@@ -1208,7 +1212,7 @@ class Run:
         return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
 
     def stop_if_asked(self) -> None:
-        """After a signal, end the run within a rollout, which may take minutes, with the state of its last update."""
+        """After a signal, end the run within a rollout, which may take minutes, with the weights of its last update."""
         if self.stopped_by is not None:
             self.close()
 
@@ -1228,7 +1232,7 @@ class Run:
         if error:
             sys.exit(f"error: {error}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
-            print("this run was finished before; --total-timesteps, greater by a rollout or more, lets it go on")
+            print("this run was finished before; a greater --total-timesteps, in PPO by a rollout, lets it go on")
         print(
             f"{self.step:,} steps in {self.seconds:.1f} s, mean return of the last {len(self.returns)} episodes "
             f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"

@@ -689,7 +689,7 @@ RAY_HERE = SimpleNamespace(
 def test_shards_draw_numbers_of_their_own():
     seeds = []
     shards = object.__new__(SCRIPT.ReplayShards)
-    shards.args, shards.shards, shards.num_given = arguments(), {}, {}
+    shards.args, shards.shards, shards.num_given, shards.starting = arguments(), {}, {}, {}
     shards.runners = SimpleNamespace(actors={}, run=SimpleNamespace(step=0), spaces=(None, None))
     shards.remote = mock.Mock()
     shards.remote.remote.return_value.open.remote = lambda _args, _space, seed: seeds.append(seed)
@@ -699,16 +699,80 @@ def test_shards_draw_numbers_of_their_own():
     assert len(set(seeds)) == 6
 
 
-def test_shards_take_turns_and_each_gets_the_errors_of_its_own():
-    """Ten fragments, of which each of two shards keeps five; batches come from both alike, and errors go back there."""
-    fragments = filled(10).fragments
-    args = arguments(num_runners=1, replay_shards=2, batch_size=64, priority_exponent=1.0)
-    runners = mock.Mock(ray=RAY_HERE, spaces=(gym.spaces.Box(-np.inf, np.inf, (2,), np.float32), None), actors={})
-    runners.run.step = 0
+@pytest.fixture
+def two_shards():
+    """Two shards in this process, of five fragments each: fields of Ray to replace -> the replay."""
+
+    def make(**ray) -> SCRIPT.ReplayShards:
+        args = arguments(num_runners=1, replay_shards=2, batch_size=64, priority_exponent=1.0)
+        runners = mock.Mock(spaces=(gym.spaces.Box(-np.inf, np.inf, (2,), np.float32), None), actors={})
+        runners.run.step, runners.ray = 0, SimpleNamespace(**vars(RAY_HERE) | ray)
+        return SCRIPT.ReplayShards(args, runners, torch.device("cpu"))
+
     with mock.patch("signal.signal"):
-        replay = SCRIPT.ReplayShards(args, runners, torch.device("cpu"))
+        yield make
+
+
+def fragment(i: int) -> tuple[np.ndarray, ...]:
+    fragments = filled(10).fragments
+    return fragments.obs[i], fragments.age[i], fragments.columns[i]
+
+
+def test_a_shard_that_has_not_started_keeps_nobody_waiting(two_shards):
+    """Fragments and requests for batches go to the other one meanwhile; only if none has started, the learner waits."""
+    late, waited = [], []
+
+    def wait(references, timeout, **_):
+        if timeout and references[0] in late:  # the learner waits for it: here it is ready the second time
+            waited.append(late.pop(late.index(references[0])))
+            return [], references
+        return [x for x in references if x not in late], []
+
+    replay = two_shards(wait=wait, kill=lambda _: None)
+    for i in range(4):
+        replay.add(fragment(i))
+    replay.bury(0, RuntimeError("out of memory"))
+    late.append(replay.starting[0])
+    for i in range(4, 7):
+        replay.add(fragment(i))
+    assert replay.num_given == {0: 0, 1: 5}
+    assert replay.sample(1) is not None and {index for index, _ in replay.asked} == {1} and not waited
+    late.clear()
+    for i in range(7, 10):
+        replay.add(fragment(i))
+    assert replay.num_given[0] >= 1 and sum(replay.num_given.values()) == 8 and not replay.starting
+    for index in range(2):
+        replay.bury(index, RuntimeError("out of memory"))
+    late.extend(replay.starting.values())
+    replay.add(fragment(0))
+    assert len(waited) == 1 and sum(replay.num_given.values()) == 1
+
+
+def test_what_a_new_shard_refuses_is_said(two_shards):
+    """And not what failed because of it."""
+    refusal = RuntimeError("")
+    refusal.cause = RuntimeError("--buffer-size needs 9 GiB; 1 are free")
+
+    def get(x, timeout=None):
+        if getattr(x, "value", None) == "refused":
+            raise refusal
+        return RAY_HERE.get(x, timeout)
+
+    replay = two_shards(get=get, kill=lambda _: None)
+    replay.runners.stop.side_effect = SystemExit
+    replay.add(fragment(0))
+    with mock.patch.object(SCRIPT.RemoteReplay, "open", lambda *_: "refused"):
+        replay.bury(1, RuntimeError("killed"))
+    with pytest.raises(SystemExit):
+        replay.add(fragment(1))
+    assert "9 GiB" in replay.runners.stop.call_args.args[0]
+
+
+def test_shards_take_turns_and_each_gets_the_errors_of_its_own(two_shards):
+    """Ten fragments, of which each of two shards keeps five; batches come from both alike, and errors go back there."""
+    replay = two_shards()
     for i in range(10):
-        replay.add((fragments.obs[i], fragments.age[i], fragments.columns[i]))
+        replay.add(fragment(i))
     shards = [replay.shards[i].actor.shard for i in range(2)]
     assert [sorted({*x.fragments.obs[..., 0].ravel()}) for x in shards] == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
     drawn, pending, expected = [], None, [np.ones(160) for _ in range(2)]

@@ -75,7 +75,7 @@ def test_a_result_is_not_replaced_by_one_that_does_not_stand_for_it(tmp_path, ca
 
 
 def test_the_overview_is_of_the_machine_measured_most_and_last(tmp_path, monkeypatch):
-    """Speeds and times each of their own machine; speeds as multiples of SB3's, CleanRL's by way of eager.
+    """Speeds and times each of their own machine; speeds as multiples of SB3's, CleanRL's by way of our compiled file.
 
     What is noted as stale does not choose the machine, and is marked, where a pair has nothing else. A time is a lower
     bound where a run never got there.
@@ -87,7 +87,7 @@ def test_the_overview_is_of_the_machine_measured_most_and_last(tmp_path, monkeyp
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(json.dumps(own))
 
-    speeds = {"eager": 300.0, "sb3": 100.0, "sbx": 200.0}
+    speeds = {"eager": 250.0, "compile": 300.0, "sb3": 100.0, "sbx": 200.0}
     speeds = {name: {"steps_per_second": x, "rounds": [{"speeds": [x, x]}] * 3} for name, x in speeds.items()}
     times = {"eager": [{"seed": i, "reached": True, "seconds": 20.0, "steps": 1, "best": 500} for i in (1, 2)]}
     late = times["eager"][0] | {"seed": 3, "reached": False}
@@ -108,7 +108,8 @@ def test_the_overview_is_of_the_machine_measured_most_and_last(tmp_path, monkeyp
     write("throughput/new/dqn.json", "new", "2026-01-02", contestants=speeds, script="dqn", env_id="Acrobot-v1")
     write("throughput/new/ppo_b.json", "new", "2026-01-03", contestants=speeds, flags="--num-envs 8")
     write("throughput/alone/ppo.json", "speeds only", "2026-01-04", contestants=speeds)
-    others = {"eager": speeds["sbx"], "cleanrl": speeds["sb3"], "leanrl": {"failed": ["exit code 1"]}}
+    others = {"eager": speeds["sb3"], "compile": speeds["sbx"], "cleanrl": speeds["sb3"]}
+    others |= {"leanrl": {"failed": ["exit code 1"]}}
     write("throughput/new/ppo_beside_cleanrl.json", "new", "2026-01-02", contestants=others)
     write("throughput/dqn_beside_cleanrl.json", "old", "2026-01-03", contestants=others, script="dqn")
     drawn = {}
@@ -121,9 +122,9 @@ def test_the_overview_is_of_the_machine_measured_most_and_last(tmp_path, monkeyp
     monkeypatch.setattr(readme.plots, "draw_bars", note_bars)
     readme.draw_overview(tmp_path)
     group = drawn.pop("ppo\nCartPole-v1")
-    assert group.pop("cleanrl") == (1.5, [1.5, 1.5])  # half as fast as eager, which is three times as fast as SB3
+    assert group.pop("cleanrl") == (1.5, [1.5, 1.5])  # half as fast as compiled, which is three times as fast as SB3
     assert drawn.pop("dqn\nAcrobot-v1") == drawn.pop("sac †\nCartPole-v1") == group
-    assert {name: value for name, (value, _) in group.items()} == {"eager": 3, "sbx": 2}
+    assert {name: value for name, (value, _) in group.items()} == {"eager": 2.5, "compile": 3, "sbx": 2}
     assert drawn == {"eager": "", "sb3": "≥ "} and (tmp_path / "overview.png").exists()
 
 

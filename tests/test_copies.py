@@ -1151,6 +1151,10 @@ def test_games_by_other_names_are_found(capfd, tmp_path, monkeypatch, name, env_
 @pytest.mark.parametrize("name", [name for name in EAGER if not on_policy(name)])
 def test_run_that_is_over_before_it_learns_gets_a_hint(train, capfd, name):
     train(name, total_timesteps=110)
-    assert "--learning-starts" not in capfd.readouterr().err
+    assert "note:" not in capfd.readouterr().err
     train(name, total_timesteps=90)
-    assert "nothing will be learnt" in capfd.readouterr().err
+    assert "nothing is learnt before step 100" in capfd.readouterr().err
+    run = train(name, total_timesteps=200, save_replay=False)  # resumed, it fills its buffer again before it learns
+    for total, hint in ((280, "before step 300"), (420, "before step 380")):
+        helpers.call(name, resume=str(run.run_dir), device="cpu", total_timesteps=total)
+        assert f"nothing is learnt {hint}" in capfd.readouterr().err

@@ -236,6 +236,23 @@ def value_of(name: str, checkpoint: dict) -> float:
     return agent.critic(obs).item() * scale
 
 
+@pytest.mark.parametrize("settings", [{"num_envs": 1}, {"num_envs": 2, "sync_envs": True}, {"num_envs": 2}])
+def test_a_second_reset_begins_other_episodes(settings):
+    """At once: the next step is one of the new episodes, though an old one has just ended."""
+    script = load("ppo")
+    backend = {"env_backend": "gymnasium"}
+    envs = script.Envs(script.Args(env_id="CartPole-v1", **backend, **settings), [7, 8][: settings["num_envs"]])
+    first, done = envs.reset(), False
+    while not done:
+        _, _, terminated, _ = envs.step(np.zeros(envs.num_envs, dtype=int))
+        done = terminated[0]
+    second = envs.reset()
+    obs, reward, *_ = envs.step(np.zeros(envs.num_envs, dtype=int))
+    assert (reward == 1).all() and not np.isclose(first, second).all(1).any()
+    assert np.abs(obs - second).max() < 0.5  # it goes on from there
+    envs.close()
+
+
 @pytest.mark.parametrize("name", EAGER)
 def test_truncation_has_a_future_and_termination_none(train, name):
     """Reward 1 at each step, one observation, an end after 4 steps, gamma 0.9.

@@ -1,6 +1,7 @@
 """What all scripts over Ray share: runners with numbers of their own, learners with shares of their own."""
 
 import sys
+from collections import Counter, defaultdict
 from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,6 +17,31 @@ from helpers import load, small_settings
 
 ACTOR_CRITICS = ["impala_ray", "a3c_ray", "ppo_ray"]
 RAY = [*ACTOR_CRITICS, "apex_dqn_ray"]
+
+
+# Reports
+
+
+@pytest.mark.parametrize("name", RAY)
+def test_a_fragment_that_comes_too_late_counts_but_for_its_steps(name):
+    """Else the log would leave out the episodes and the time of just the slowest runners."""
+    script = load(name)
+    runners = object.__new__(script.NumberedRunners if name == "apex_dqn_ray" else script.RayRunners)
+    runners.run = SimpleNamespace(num_updates=5, step=100, episodes=[])
+    runners.args, runners.most_stale, runners.late = script.Args(num_runners=1), 1, 0
+    runners.seconds, runners.infos, runners.staleness = Counter(), defaultdict(list), []
+    runners.failures, runners.since, runners.ask = [0], [0.0], mock.Mock()
+    runners.ray = SimpleNamespace(get=lambda x: x, exceptions=SimpleNamespace(RayError=RuntimeError))
+    for version, found in ((4, [None]), (3, [None])):
+        report = {"version": version, "steps": 8, "episodes": [(1.0, 8)], "seconds": {"acting": 2.0}}
+        runners.ray.get = lambda _, report=report: report | {"infos": {"is_success": [1.0]}}
+        runners.in_flight = {"report": (0, "fragment")}
+        runners.hear("report", found, 0)
+        for news, _ in filter(None, found):
+            runners.note(news)
+        assert runners.run.step == 108 and runners.staleness == [1]  # only the first is learnt from
+    assert runners.late == 1 and runners.run.episodes == [(1.0, 8)] * 2
+    assert runners.seconds["acting"] == 4 and runners.infos["is_success"] == [1, 1]
 
 
 # Random numbers

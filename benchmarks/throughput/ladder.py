@@ -107,7 +107,8 @@ def rows(result: dict) -> list[list[str]]:
 
 def section(result: dict) -> list[str]:
     """What Markdown says on the ladder of a pair."""
-    header = [f"`{result['script']}` on {result['env_id']}", "steps/s [quartiles]", "times row above [95 %]"]
+    machine = machine_of(result["provenance"])
+    header = [f"`{result['script']}` on {result['env_id']}, {machine}", "steps/s [quartiles]", "times row above [95 %]"]
     lines = [*table([*header, "weights are apart by"], rows(result)), ""]
     ends = str(len(result["rungs"]) - 1), "0"
     for whole in [x for x in result["ratios"] if (x["of"], x["to"]) == ends][-1:]:

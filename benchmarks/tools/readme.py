@@ -145,12 +145,13 @@ def speed_section() -> list[str]:
         names = [throughput.PEER_NAMES[peer] for peer in peers]
         header = [f"steady environment steps/s, {machine}", "measured", "rounds", *names, "eager", "compiled"]
         header += [f"{own} / {name} [95 %]" for own in ("eager", "compiled") for name in names]
-        header += ["compiled / eager [95 %]", "first update, cold / warm (s)", "compiled, of the environment alone"]
+        header += ["compiled / eager [95 %]", "first update, cold / warm (s)", "compiled, % of stepping at random"]
         lines += [*table_with_flags(header, [speed_row(result) for result in results]), ""]
     lines += legend(lines)
     lines += paragraph("""All contestants in interleaved rounds of fresh processes, with the same hyperparameters,
         networks, threads and `--matmul-precision`, as far as the peers allow; beside `--bf16` the peers stay in
-        float32, as they have no such flag. None writes TensorBoard's files; SAC and TD3 log every 200 steps; DQN and
+        float32, as they have no such flag. None writes TensorBoard's files; SAC and TD3 log every
+        200 steps, those of CleanRL and LeanRL as their scripts say; DQN and
         Ape-X use their final epsilon from the start. Intervals of two or three rounds are too narrow: in a simulation
         (`tests/test_benchmark_stats.py`), what is called 95 % held the truth in some 80 % of cases with two rounds,
         90 % with three. From one day to the next the same program can differ by more. First updates are
@@ -163,7 +164,7 @@ def speed_section() -> list[str]:
         found = [json.loads(path.read_text())["provenance"] for path in sorted(page.parent.glob("*.json"))]
         machine = " and ".join(dict.fromkeys(map(machine_of, found)))
         lines += [f"[{machine}]({page.relative_to(RESULTS.parent.parent)})" + ("." if page == pages[-1] else ",")]
-    lines += paragraph("""The environment alone is stepped at random, nonstop. `ppo_env_pool` can be faster than
+    lines += paragraph("""Stepping at random: the environment alone, nonstop. `ppo_env_pool` can be faster than
         that: while it learns, its workers finish their steps.""")
     return [*lines, *sources([x for results in kinds.values() for x in results], are_marked=True), ""]
 
@@ -336,7 +337,8 @@ def learning_rows(summary: dict) -> list[list[str]]:
             else "-"
             for x in measured
         ]
-        theirs = f"{published['mean']:,.0f} ± {published['std']:,.0f}" if published else "-"
+        form = ",.0f" if published and abs(published["mean"]) >= 100 else ",.1f"
+        theirs = f"{published['mean']:{form}} ± {published['std']:{form}}" if published else "-"
         name = Path(summary["file"]).parent.name
         report_link = f"[{name}](benchmarks/results/learning/{name}/report.md)"
         steps = f"{known['steps']:,}"
@@ -351,7 +353,8 @@ def learning_section() -> list[str]:
     header += ["CleanRL, mean ± std", "curves, scores, commits"]
     lines = [*table_with_flags(header, [row for summary in summaries for row in learning_rows(summary)]), ""]
     lines += legend(lines)
-    lines += [line for summary in summaries for line in report.milestone_tables(summary["rows"], "{}:")]
+    for summary in summaries:
+        lines += report.milestone_tables(summary["rows"], f"{{}} (`{Path(summary['file']).parent.name}`):")
     commits = {commit for summary in summaries for row in summary["rows"] for commit in row.get("commits", [])}
     commits = {commit[:12] + " with uncommitted changes" * commit.endswith("-dirty") for commit in commits}
     lines += paragraph("""Above, below: our interval beside CleanRL's mean ± std, which is of a few runs. No difference
@@ -405,11 +408,10 @@ def pool_section() -> list[str]:
                 [row["name"], estimate(median, [low, high]), f"{1000 * row['model']:.1f}", f"{base / median:.1f}", own]
             )
     header = ["24 environments: 3 ms a step, 100 ms more in 1% of them", "ms a step of all [quartiles]", "model"]
-    lines = [*table([*header, "to AsyncVectorEnv", "µs an environment step that takes no time"], cells), ""]
-    lines += [
-        "N environments; a step waits for M (`--ready-batch`). In the last column N is 8. [Sizes, layouts, a worker"
-    ]
-    lines += ["killed every 5 s, where the time goes](benchmarks/results/env_pools/env_pools.md)."]
+    lines = [*table([*header, "to AsyncVectorEnv", "overhead, µs an environment step"], cells), ""]
+    lines += paragraph("""N environments; a step waits for M (`--ready-batch`). The last column is of 8 whose steps take
+        no time. [Sizes, layouts, a worker killed every 5 s, where the time
+        goes](benchmarks/results/env_pools/env_pools.md).""")
     return [*lines, *sources([sleeping, overhead]), ""]
 
 
@@ -459,8 +461,7 @@ def draw_overview(results: Path) -> None:
     for path in results.glob("throughput/**/*.json"):
         result = json.loads(path.read_text())
         is_stale = bool(mark(str(path.relative_to(results))))
-        has_eager = "steps_per_second" in result["contestants"].get("eager", {})
-        if not result["flags"] and not is_stale and has_eager and set(CLONES) & set(result["contestants"]):
+        if not result["flags"] and not is_stale and set(CLONES) & set(result["contestants"]):
             beside[machine_of(result["provenance"]), result["script"]] = result
         elif not result["flags"] and "steps_per_second" in result["contestants"].get("sb3", {}):
             group = marked if is_stale else speeds
@@ -488,14 +489,18 @@ def longest(result: dict) -> tuple[bool, float]:
     return is_whole, max(own["mean"] for own in found)
 
 
-def by_way_of_eager(result: dict, beside: dict) -> dict[str, tuple[float, list[float]]]:
-    """How many times as fast as SB3 CleanRL and LeanRL are, with an interval; these ran beside eager in other rounds.
+def by_way_of_compiled(result: dict, beside: dict) -> dict[str, tuple[float, list[float]]]:
+    """How many times as fast as SB3 CleanRL and LeanRL are, with an interval; they ran beside ours in other rounds.
 
-    The ratio is the product of theirs to eager and of eager's to SB3, and so are the interval's ends: it is too wide.
+    The ratio is the product of theirs to our compiled file and of that one's to SB3, and so are the interval's ends: it
+    is too wide. Nothing, if the compiled file failed in one of the two.
     """
-    steps = throughput.ratio(result["contestants"], "eager", "sb3")
+    ours = compiled_of(result["contestants"])
+    if any("steps_per_second" not in x["contestants"].get(ours, {}) for x in (result, beside)):
+        return {}
+    steps = throughput.ratio(result["contestants"], ours, "sb3")
     names = [name for name in CLONES if "steps_per_second" in beside["contestants"].get(name, {})]
-    found = {name: throughput.ratio(beside["contestants"], name, "eager") for name in names}
+    found = {name: throughput.ratio(beside["contestants"], name, ours) for name in names}
     ends = {name: [a * b for a, b in zip(x["interval"], steps["interval"], strict=True)] for name, x in found.items()}
     return {name: (x["ratio"] * steps["ratio"], ends[name]) for name, x in found.items()}
 
@@ -512,12 +517,13 @@ def draw_speeds(axis, fresh: list[dict], older: list[dict], beside: dict[str, di
         ratios = [throughput.ratio(result["contestants"], name, "sb3") for name in measured]
         name = f"{result['script']}{' †' * (result in older)}\n{result['env_id']}"
         groups[name] = {x["of"]: (x["ratio"], x["interval"]) for x in ratios}
-        if result["script"] in beside and "eager" in groups[name] and result not in older:
-            groups[name] |= by_way_of_eager(result, beside[result["script"]])
+        if result["script"] in beside and result not in older:
+            groups[name] |= by_way_of_compiled(result, beside[result["script"]])
     plots.draw_groups(axis, groups, ".1f")
     axis.axvline(1, color=plots.colour("sb3"), label=plots.label("sb3"))
     axis.legend()
-    title = "Environment steps/s, times those of SB3" + "\n(CleanRL and LeanRL by way of eager)" * bool(beside)
+    title = "Environment steps/s, times those of SB3"
+    title += "\n(CleanRL, LeanRL: of other rounds, scaled by our compiled file)" * bool(beside)
     title += f"\n{machine_of(fresh[0]['provenance'])}"
     title += "\n†: by older code than today's" * bool(older)
     plots.describe_axis(axis, title, "", "")
