@@ -1,5 +1,8 @@
 """Each rung of a ladder is the pair without some tricks, and learns the same numbers."""
 
+import ast
+import inspect
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +12,7 @@ import torch
 from benchmark_helpers import refusal
 from tqdm import tqdm
 
+from benchmarks.common.programs import ROOT
 from benchmarks.throughput import ladder, rungs
 from benchmarks.throughput.rungs import LADDERS, Trick
 
@@ -31,6 +35,17 @@ def test_the_scripts_hold_what_is_taken_out(script):
         assert module.Args().total_timesteps and hasattr(module, "compiled") == LADDERS[script][number].is_compiled
     top = rungs.load(script, len(LADDERS[script]) - 1)
     assert module.compiled is not rungs.compile_whole and top.compiled.__module__ == top.__name__
+
+
+@each_ladder
+def test_what_replaces_compiled_takes_what_the_script_hands_it(script):
+    """Every call of it in the script as it stands: compiled rungs are run only where they are measured."""
+    tree = ast.parse((ROOT / "scripts" / f"{script}_torchcompile.py").read_text())
+    calls = [x for x in ast.walk(tree) if isinstance(x, ast.Call) and getattr(x.func, "id", None) == "compiled"]
+    patches = {trick.names["compiled"] for trick in LADDERS[script] if "compiled" in trick.names}
+    assert len(patches) == 2 and calls
+    for patch, call in itertools.product(patches, calls):
+        inspect.signature(patch).bind(*call.args, **{x.arg: x.value for x in call.keywords})
 
 
 @each_ladder

@@ -71,12 +71,12 @@ def torch_policy(net: nn.Module) -> Callable:
     return torch.no_grad()(lambda x: net(torch.from_numpy(x)).numpy())
 
 
-def compile_broken(_device: torch.device, *functions) -> list[Callable]:
+def compile_broken(_device: torch.device, *functions, **_options) -> list[Callable]:
     """In place of `compiled`: the obvious first attempt; the graph breaks where the gradient is computed."""
     return [torch.compile(function) for function in functions]
 
 
-def compile_whole(_device: torch.device, *functions) -> list[Callable]:
+def compile_whole(_device: torch.device, *functions, **_options) -> list[Callable]:
     """In place of `compiled`: one graph with gradient and Adam, launched from Python, all guards checked."""
     torch._dynamo.config.trace_autograd_ops = True
     return [torch.compile(function, fullgraph=True) for function in functions]
