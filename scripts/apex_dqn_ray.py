@@ -912,7 +912,7 @@ class Fragments:
         self.shape = args.fragment_steps, args.envs_per_runner
         self.size, self.length = math.prod(self.shape), args.fragment_steps + args.n_step + self.num_frames - 1
         count = buffer_size // self.size
-        part = "--buffer-size" if buffer_size == args.buffer_size else "a shard's part of --buffer-size,"
+        part = "--buffer-size" if buffer_size == args.buffer_size else "a shard's share of --buffer-size:"
         if args.n_step >= args.fragment_steps:
             fail(f"--n-step {args.n_step} must be less than --fragment-steps {args.fragment_steps}")
         if count < 2:

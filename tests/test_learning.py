@@ -1,7 +1,7 @@
 """Each script learns a small task: the deterministic policy of its checkpoint reaches a return in a fresh environment.
 
 The settings do so for seeds 1 to 5 with room to spare. Of compiled scripts test_pairs.py shows that they compute the
-same. That of the pool learns in test_env_pool.py, while its workers are killed.
+same. That of the pool learns in test_env_pool.py, while its workers are killed; those over Ray learn in this process.
 """
 
 import numpy as np

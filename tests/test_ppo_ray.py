@@ -439,6 +439,13 @@ def test_settings_that_cannot_work_are_refused(capfd):
 
 
 @on_ray
+def test_pixels_that_go_into_an_mlp_of_a_runner_get_a_hint(train, capfd):
+    """Which the learner says, once: what runners print is not shown."""
+    train(num_runners=2, env_id="tiny_envs:Pixels-v0", total_timesteps=256)
+    assert capfd.readouterr().err.count("these pixels go into an MLP") == 1
+
+
+@on_ray
 def test_two_runners_learn_the_same_twice(train):
     """Batched: each brings its rows by the newest weights, and in the same order."""
     settings = {"num_runners": 2, "env_id": "tiny_envs:Reach-v0", "total_timesteps": 1024, **NORMALIZED}

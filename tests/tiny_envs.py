@@ -148,7 +148,8 @@ class Shaped(Tiny):
         if isinstance(self.observation_space, Dict):
             a = np.arange(2.0).reshape(1, 2) + self.t
             return {"b": np.arange(2.0, 5.0) + self.t, "a": a}
-        return (np.arange(6).reshape(2, 3, 1) + self.t).astype(np.uint8)
+        shape = self.observation_space.shape
+        return (np.arange(np.prod(shape)).reshape(shape) + self.t).astype(np.uint8)
 
     def move(self, _action):
         self.t += 1
@@ -232,5 +233,6 @@ gym.register("Count-v0", Count)
 gym.register("Fragile-v0", Fragile)
 gym.register("Odd-v0", Odd)
 gym.register("Image-v0", Shaped, kwargs={"observation_space": Box(0, 255, (2, 3, 1), np.uint8)})
+gym.register("Pixels-v0", Shaped, kwargs={"observation_space": Box(0, 255, (20, 20, 3), np.uint8)})
 PARTS = {"b": Box(-np.inf, np.inf, (3,), np.float64), "a": Box(-np.inf, np.inf, (1, 2), np.float64)}
 gym.register("Parts-v0", Shaped, kwargs={"observation_space": Dict(PARTS)})
