@@ -88,7 +88,7 @@ class Args:
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete or Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool's, if any, for several costly ones
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool's if any, unless one or few and quick
     async_envs: bool = False  # runners step Gymnasium environments in worker processes that do not wait for each other
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 500_000  # environment steps, rows of resets included, rounded down to whole rollouts
@@ -946,9 +946,18 @@ def light_start():
 
 def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
     """Environments, each in a worker process of its own."""
+
+    def give_up(signum: int, _frame) -> NoReturn:
+        for process in multiprocessing.active_children():
+            process.kill()  # workers ignore signals
+        sys.exit(128 + signum)
+
     print(f"starting {len(env_fns)} worker processes", file=sys.stderr)
     multiprocessing.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
     with light_start():
+        multiprocessing.forkserver.ensure_running()  # workers, which it starts, ignore what it ignores
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, give_up)  # a constructor may hang
         vector = gym.vector.AsyncVectorEnv(env_fns, context="forkserver")
     atexit.register(lambda: [process.kill() for process in vector.processes])  # else a failed run may wait for them
     return vector

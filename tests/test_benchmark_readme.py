@@ -247,3 +247,21 @@ def test_the_time_in_the_overview_is_the_longest_that_all_runs_have():
     short, long = ({"contestants": {"eager": [run | {"seconds": x}] * 2}} for x in (10.0, 20.0))
     bound = {"contestants": {"eager": [run | {"seconds": 99.0}, run | {"seconds": 99.0, "reached": False}]}}
     assert max([short, long, bound], key=readme.longest) is long and max([bound], key=readme.longest) is bound
+
+
+def test_whole_runs_are_shown_by_machine_in_seconds():
+    """Of what was timed; a result without whole runs has no row, and without any there is no table."""
+
+    def result(script: str, **seconds: float) -> dict:
+        whole = {name: {"whole": {"steps": 2000, "seconds": x}} for name, x in seconds.items()}
+        contestants = {"eager": {}, "compile": {"whole": {"failed": "no end after 9 s"}}, **whole}
+        own = {"script": script, "env_id": "CartPole-v1", "flags": "", "contestants": contestants}
+        return own | {"provenance": provenance(), "file": "throughput/none.json"}
+
+    lines = readme.whole_runs([result("ppo", eager=12.4, compile=7.6, sb3=81), result("dqn"), result("sac", eager=3)])
+    assert lines[0] == f"| seconds of a whole run, {machine_of(provenance())} | steps | SB3 | SBX | eager | compiled |"
+    assert lines[2:4] == [
+        "| `ppo`, CartPole-v1 | 2,000 | 81 | - | 12 | 8 |",
+        "| `sac`, CartPole-v1 | 2,000 | - | - | 3 | - |",
+    ]
+    assert not readme.whole_runs([result("dqn")])

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -544,6 +545,13 @@ def test_a_file_that_has_changed_since_its_run_began_is_told_of(tmp_path, capsys
 # Signals
 
 
+def wait_until(is_so: Callable[[], bool], seconds: float = 60):
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def processes_of(group: int) -> list[int]:
     """The processes of a process group that run; no zombies."""
     found = []
@@ -562,9 +570,8 @@ def test_sigterm_to_the_process_group_ends_the_run_whole(tmp_path, name):
     workers = {"start_method": "spawn", "ready_batch": 1} if has_pool(name) else {"env_backend": "gymnasium"}
     settings = {"num_envs": 2, "total_timesteps": 10**7, "env_id": "tiny_envs:Choose-v0", "run_dir": "run"}
     process = helpers.start(name, *helpers.flags(name, **settings, **workers), cwd=tmp_path)
-    log, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 60
-    while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    log = tmp_path / "run/metrics.jsonl"
+    wait_until(lambda: log.exists() and log.stat().st_size > 0)
     assert len(processes_of(process.pid)) >= 3
     os.killpg(process.pid, signal.SIGTERM)
     output, errors = process.communicate(timeout=30)
@@ -572,10 +579,38 @@ def test_sigterm_to_the_process_group_ends_the_run_whole(tmp_path, name):
     assert "Traceback" not in errors and "--resume run" in errors and "steps in" in output
     run = helpers.outcome(tmp_path / "run")
     assert run.checkpoint["global_step"] == run.steps()[-1] > 0
-    deadline = time.monotonic() + 5
-    while processes_of(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not processes_of(process.pid)
+    wait_until(lambda: not processes_of(process.pid), 5)
+
+
+HANGS = """
+import multiprocessing, pathlib, time
+import gymnasium as gym
+
+class Hang(gym.Env):
+    action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Box(-1, 1, (3,))
+
+    def __init__(self):
+        if bool(multiprocessing.parent_process()) == {in_worker}:
+            pathlib.Path("hangs").touch()
+            time.sleep(600)
+
+gym.register("Hang-v0", Hang)
+"""
+
+
+@pytest.mark.parametrize(
+    ("signum", "in_worker"), [(signal.SIGINT, True), (signal.SIGTERM, True), (signal.SIGINT, False)]
+)
+def test_a_signal_ends_a_run_whose_environments_are_never_made(tmp_path, signum, in_worker):
+    """Workers ignore signals, which a terminal sends to all; the run does not, and takes them along."""
+    (tmp_path / "hanging.py").write_text(HANGS.format(in_worker=in_worker))
+    process = helpers.start("ppo", "--env-id", "hanging:Hang-v0", "--num-envs", "2", "--run-dir", "run", cwd=tmp_path)
+    wait_until((tmp_path / "hangs").exists)
+    time.sleep(0.5)
+    os.killpg(process.pid, signum)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 128 + signum and "Traceback" not in errors and not (tmp_path / "run").exists()
+    wait_until(lambda: not processes_of(process.pid), 5)
 
 
 @pytest.mark.parametrize("name", [name for name in EAGER if on_policy(name)])

@@ -130,6 +130,27 @@ def speed_row(result: dict) -> list[str]:
     ]
 
 
+def whole_runs(results: list[dict]) -> list[str]:
+    """The tables of whole runs, one for each machine: seconds from the start of the process to its end."""
+    rows = {}
+    for result in results:
+        whole = {name: x.get("whole", {}) for name, x in result["contestants"].items()}
+        names = (*throughput.peer_columns(result), "eager", compiled_of(whole))
+        steps = [f"{x['steps']:,}" for x in whole.values() if "steps" in x]
+        cells = [f"{whole[name]['seconds']:,.0f}" if "steps" in whole.get(name, {}) else "-" for name in names]
+        if steps:
+            flags = flags_cell(result["flags"], result["env_id"])
+            cells = [row_name(result) + mark(result.get("file", "")), steps[0], *cells, flags]
+            rows.setdefault((machine_of(result["provenance"]), names[:-2]), []).append(cells)
+    lines = []
+    for (machine, peers), cells in rows.items():
+        header = [f"seconds of a whole run, {machine}", "steps", *(throughput.PEER_NAMES[peer] for peer in peers)]
+        lines += [*table_with_flags([*header, "eager", "compiled"], cells), ""]
+    text = """Whole runs are timed once each, from the start of the process to its end, compiled ones with a filled
+        cache, ours as a user starts them: with TensorBoard's files and checkpoints, which the peers do not write."""
+    return lines + [*paragraph(text), ""] * bool(lines)
+
+
 def speed_section() -> list[str]:
     """The tables of speeds, one for each machine and, on it, for each kind of peers."""
     kinds = {}
@@ -147,6 +168,7 @@ def speed_section() -> list[str]:
         header += [f"{own} / {name} [95 %]" for own in ("eager", "compiled") for name in names]
         header += ["compiled / eager [95 %]", "first update, cold / warm (s)", "compiled, % of stepping at random"]
         lines += [*table_with_flags(header, [speed_row(result) for result in results]), ""]
+    lines += whole_runs([result for results in kinds.values() for result in results])
     lines += legend(lines)
     lines += paragraph("""All contestants in interleaved rounds of fresh processes, with the same hyperparameters,
         networks, threads and `--matmul-precision`, as far as the peers allow; beside `--bf16` the peers stay in
