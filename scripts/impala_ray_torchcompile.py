@@ -326,7 +326,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
     def gradient(obs: Tensor, action: Tensor, rows: Tensor) -> Tensor:
         """One vector of sums over rows: number of valid rows, gradient of the loss (P,), METRICS.
 
-        From obs (T + 1, N, O), action (T, N[, A]), rows (T, N, 5): reward, terminated, truncated, valid, log-prob..
+        From obs (T + 1, N, O), action (T, N[, A]), rows (T, N, 5): reward, terminated, truncated, valid, log-prob.
         """
         reward, terminated, truncated, valid, behaviour_log_prob = rows.unbind(2)
         if args.clip_rewards:

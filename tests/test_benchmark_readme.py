@@ -74,7 +74,7 @@ def test_a_result_is_not_replaced_by_one_that_does_not_stand_for_it(tmp_path, ca
     assert "is of 2 cores of Another CPU" in refused()
 
 
-def test_the_overview_is_of_the_machine_measured_most_and_last(tmp_path, monkeypatch):
+def test_the_overview_is_of_the_machine_measured_most(tmp_path, monkeypatch):
     """Speeds and times each of their own machine; speeds as multiples of SB3's, CleanRL's by way of our compiled file.
 
     What is noted as stale does not choose the machine, and is marked, where a pair has nothing else. A time is a lower
@@ -111,6 +111,8 @@ def test_the_overview_is_of_the_machine_measured_most_and_last(tmp_path, monkeyp
     others = {"eager": speeds["sb3"], "compile": speeds["sbx"], "cleanrl": speeds["sb3"]}
     others |= {"leanrl": {"failed": ["exit code 1"]}}
     write("throughput/new/ppo_beside_cleanrl.json", "new", "2026-01-02", contestants=others)
+    for name in ("ppo", "dqn"):  # as many as the new machine has, and later, but none beside CleanRL
+        write(f"throughput/rival/{name}.json", "rival", "2026-01-08", contestants=speeds, script=name)
     write("throughput/dqn_beside_cleanrl.json", "old", "2026-01-03", contestants=others, script="dqn")
     drawn = {}
 

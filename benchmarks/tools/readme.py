@@ -472,10 +472,18 @@ SECTIONS = {
 }  # fmt: skip
 
 
+def most(found: dict[str, list[dict]], more: list[str] | tuple = ()) -> tuple[str, list[dict]]:
+    """The machine with the most results, counting `more` of some machines; on a tie, the one measured last."""
+    return max(
+        found.items(),
+        key=lambda item: (len(item[1]) + more.count(item[0]), max(x["provenance"]["date"] for x in item[1])),
+    )
+
+
 def draw_overview(results: Path) -> None:
     """README's picture, `overview.png`: speeds as multiples of SB3's, and the seconds to a score.
 
-    Each is of the machine on which most was measured by today's code; on a tie, of the one measured last. Speeds of
+    Each is of the machine on which most was measured by today's code, beside CleanRL and LeanRL too. Speeds of
     older code on that machine are shown, too, and marked: without them only some pairs would be seen. The score is the
     one that takes the longest there, of those that all runs reached, if there are any: else bars are bounds.
     """
@@ -494,14 +502,12 @@ def draw_overview(results: Path) -> None:
             scores.setdefault(machine_of(result["provenance"]), []).append(result)
     if not speeds or not scores:
         return
-    most = lambda found: max(found.values(), key=lambda own: (len(own), max(x["provenance"]["date"] for x in own)))  # noqa: E731
-    fresh = most(speeds)
-    machine = machine_of(fresh[0]["provenance"])
+    machine, fresh = most(speeds, [place for place, _ in beside])
     older = marked.get(machine, [])
     beside = {script: result for (place, script), result in beside.items() if place == machine}
     with plots.figure(results / "overview.png", columns=2, size=(5.6, 5.6)) as ((left, right),):
         draw_speeds(left, fresh, older, beside)
-        draw_times(right, max(most(scores), key=longest))
+        draw_times(right, max(most(scores)[1], key=longest))
 
 
 def longest(result: dict) -> tuple[bool, float]:
