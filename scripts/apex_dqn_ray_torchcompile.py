@@ -15,7 +15,7 @@ Schaul et al. (2016), "Prioritized Experience Replay", https://arxiv.org/abs/151
     python apex_dqn_ray_torchcompile.py --env-id Pong-v5 --dueling --clip-rewards --buffer-size 1000000
     python apex_dqn_ray_torchcompile.py --ray-address auto --num-runners 64 --replay-shards 4    # after `ray start`
 
-Its eager twin is `apex_dqn_ray.py`; a diff of the two shows every change that compiling needs.
+Its eager twin is `apex_dqn_ray.py`; a diff of the two shows what compiling changes.
 Shapes: T = fragment_steps, V = envs_per_runner, n = n_step, B = batch_size, O = size of an observation, F = frames in
 it (1 if it is a vector), A = number of actions, P = number of parameters.
 
@@ -58,7 +58,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal, NoReturn
 
-os.environ |= {"OPENBLAS_NUM_THREADS": "1"} | os.environ  # NumPy's products here are small, and cores are scarce
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's products here are small, and cores are scarce
 
 import gymnasium as gym
 import numpy as np
@@ -87,7 +87,7 @@ class Args:
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool's if any, unless one or few and quick
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: Gymnasium's if one or few quick, else EnvPool
     async_envs: bool = False  # runners step Gymnasium environments in worker processes: pays if steps take milliseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 500_000  # environment steps in the whole run, rounded up to whole fragments
@@ -120,7 +120,7 @@ class Args:
     importance_exponent: float = 0.4  # beta in the paper; 1 fully corrects for the unequal probabilities
     double_dqn: bool = True  # choose the next action with the online network, not with the target network
     dueling: bool = False  # Q is a state value plus action advantages, each computed by layers of its own
-    max_grad_norm: float = 40.0  # the gradient is scaled down to this norm
+    max_grad_norm: float = 40.0  # the gradient is scaled down to this norm, if it is longer
 
     # compile: two switches, to measure what each of the two steps gains
     compile: bool = True  # fuse the operations of an update, from target to Adam, into a few kernels
@@ -1905,12 +1905,12 @@ class Run:
         commit = subprocess.getoutput(git) or None
         blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
         if not self.args.resume:
-            packages = ("torch", "tensordict", "gymnasium", "envpool", "numpy")
+            installed = filter(importlib.util.find_spec, ("torch", "tensordict", "gymnasium", "envpool", "numpy"))
             values = {
                 "script": Path(__file__).name,
                 "blob": blob,
                 "args": asdict(self.args),
-                "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
+                "versions": {"python": sys.version.split()[0], **{name: version(name) for name in installed}},
                 "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
                 "cores": num_cores(),
                 "env_backend": getattr(self.envs, "backend", None),

@@ -15,7 +15,7 @@ https://arxiv.org/abs/1802.01561; the network for frames: Mnih et al. (2015), ht
         --ent-coef 0.01 --clip-rewards
     python impala_ray.py --ray-address auto --num-runners 64    # on a cluster (`ray start` on each node)
 
-Its compiled twin is `impala_ray_torchcompile.py`; a diff of the two shows every change that compiling needs.
+Its compiled twin is `impala_ray_torchcompile.py`; a diff of the two shows what compiling changes.
 Shapes: T = fragment_steps, V = envs_per_runner, N = V * batch_fragments, O = size of an observation, A = number of
 actions, or size of an action of a Box, P = number of parameters.
 
@@ -58,7 +58,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal, NoReturn
 
-os.environ |= {"OPENBLAS_NUM_THREADS": "1"} | os.environ  # NumPy's products here are small, and cores are scarce
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's products here are small, and cores are scarce
 
 import gymnasium as gym
 import numpy as np
@@ -86,7 +86,7 @@ class Args:
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete or Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool's if any, unless one or few and quick
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: Gymnasium's if one or few quick, else EnvPool
     async_envs: bool = False  # runners step Gymnasium environments in worker processes: pays if steps take milliseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps in the whole run, rounded up to whole batches
@@ -116,7 +116,7 @@ class Args:
     c_bar: float = 1.0  # upper bound on the importance weight that continues a trace
     ent_coef: float = 0.001  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
-    max_grad_norm: float = 0.5  # the gradient is scaled down to this norm
+    max_grad_norm: float = 0.5  # the gradient is scaled down to this norm, if it is longer
     sync_envs = property(lambda args: not args.async_envs)  # `Envs` reads this name
 
 
@@ -1472,12 +1472,12 @@ class Run:
         commit = subprocess.getoutput(git) or None
         blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
         if not self.args.resume:
-            packages = ("torch", "tensordict", "gymnasium", "envpool", "numpy")
+            installed = filter(importlib.util.find_spec, ("torch", "tensordict", "gymnasium", "envpool", "numpy"))
             values = {
                 "script": Path(__file__).name,
                 "blob": blob,
                 "args": asdict(self.args),
-                "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
+                "versions": {"python": sys.version.split()[0], **{name: version(name) for name in installed}},
                 "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
                 "cores": num_cores(),
                 "env_backend": getattr(self.envs, "backend", None),

@@ -14,7 +14,7 @@ reinforcement learning", https://doi.org/10.1038/nature14236.
 
     python ppo_atari_envpool_torchcompile.py --env-id Breakout-v5 --seed 1
 
-Its eager twin is `ppo_atari_envpool.py`; a diff of the two shows every change that compiling needs.
+Its eager twin is `ppo_atari_envpool.py`; a diff of the two shows what compiling changes.
 Shapes: T = num_steps, N = num_envs, n = environments of a pool, B = T * N, M = rows of a minibatch, F = frames,
 A = number of actions, P = number of parameters.
 
@@ -46,7 +46,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal, NoReturn
 
-os.environ |= {"OPENBLAS_NUM_THREADS": "1"} | os.environ  # NumPy's products here are small, and cores are scarce
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's products here are small, and cores are scarce
 
 
 import envpool
@@ -98,7 +98,7 @@ class Args:
     clip_vloss: bool = True  # clip the value function's change in the same way
     ent_coef: float = 0.01  # weight of the entropy bonus, c2 in the paper
     vf_coef: float = 0.5  # weight of the value loss, c1 in the paper
-    max_grad_norm: float = 0.5  # the gradient is scaled down to this norm
+    max_grad_norm: float = 0.5  # the gradient is scaled down to this norm, if it is longer
     target_kl: float | None = None  # stop the epochs on a rollout once an epoch's mean approx_kl exceeds this
     matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"  # auto: TF32 on CUDA, else float32
     bf16: bool = False  # compute hidden layers in bfloat16; weights, last layers and loss stay in float32
@@ -957,12 +957,12 @@ class Run:
         commit = subprocess.getoutput(git) or None
         blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
         if not self.args.resume:
-            packages = ("torch", "tensordict", "gymnasium", "envpool", "numpy")
+            installed = filter(importlib.util.find_spec, ("torch", "tensordict", "gymnasium", "envpool", "numpy"))
             values = {
                 "script": Path(__file__).name,
                 "blob": blob,
                 "args": asdict(self.args),
-                "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
+                "versions": {"python": sys.version.split()[0], **{name: version(name) for name in installed}},
                 "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
                 "cores": num_cores(),
                 "env_backend": getattr(self.envs, "backend", None),

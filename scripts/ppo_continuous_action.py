@@ -13,7 +13,7 @@ Estimation", https://arxiv.org/abs/1506.02438.
 
     python ppo_continuous_action.py --env-id HalfCheetah-v4 --seed 1
 
-Its compiled twin is `ppo_continuous_action_torchcompile.py`; a diff of the two shows every change that compiling needs.
+Its compiled twin is `ppo_continuous_action_torchcompile.py`; a diff of the two shows what compiling changes.
 Shapes: T = num_steps, N = num_envs, B = T * N, M = rows of a minibatch, O = size of an observation, A = of an action,
 P = number of parameters.
 
@@ -51,7 +51,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal, NoReturn
 
-os.environ |= {"OPENBLAS_NUM_THREADS": "1"} | os.environ  # NumPy's products here are small, and cores are scarce
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's products here are small, and cores are scarce
 
 import gymnasium as gym
 import numpy as np
@@ -78,7 +78,7 @@ class Args:
 
     # environment
     env_id: str = "HalfCheetah-v4"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool's if any, unless one or few and quick
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: Gymnasium's if one or few quick, else EnvPool
     sync_envs: bool = False  # step several environments in this process: best where a step takes microseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps, rows of resets included, rounded down to whole rollouts
@@ -97,7 +97,7 @@ class Args:
     clip_vloss: bool = True  # clip the value function's change in the same way
     ent_coef: float = 0.0  # weight of the entropy bonus, c2 in the paper
     vf_coef: float = 0.5  # weight of the value loss, c1 in the paper
-    max_grad_norm: float = 0.5  # the gradient is scaled down to this norm
+    max_grad_norm: float = 0.5  # the gradient is scaled down to this norm, if it is longer
     target_kl: float | None = None  # stop the epochs on a rollout once an epoch's mean approx_kl exceeds this
 
 
@@ -928,12 +928,12 @@ class Run:
         commit = subprocess.getoutput(git) or None
         blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
         if not self.args.resume:
-            packages = ("torch", "tensordict", "gymnasium", "envpool", "numpy")
+            installed = filter(importlib.util.find_spec, ("torch", "tensordict", "gymnasium", "envpool", "numpy"))
             values = {
                 "script": Path(__file__).name,
                 "blob": blob,
                 "args": asdict(self.args),
-                "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
+                "versions": {"python": sys.version.split()[0], **{name: version(name) for name in installed}},
                 "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
                 "cores": num_cores(),
                 "env_backend": getattr(self.envs, "backend", None),

@@ -13,7 +13,7 @@ Estimation", https://arxiv.org/abs/1506.02438.
 
     python ppo_env_pool_torchcompile.py --env-id CartPole-v1 --num-workers 8 --ready-batch 2 --seed 1
 
-Its eager twin is `ppo_env_pool.py`; a diff of the two shows every change that compiling needs.
+Its eager twin is `ppo_env_pool.py`; a diff of the two shows what compiling changes.
 Shapes: T = num_steps, N = num_workers * envs_per_worker, B = T * N, M = rows of a minibatch, K = environments that are
 ready at a time, O = size of an observation, A = number of Discrete actions, or size of an action of a Box, P = number
 of parameters.
@@ -63,7 +63,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal, NoReturn
 
-os.environ |= {"OPENBLAS_NUM_THREADS": "1"} | os.environ  # NumPy's products here are small, and cores are scarce
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's products here are small, and cores are scarce
 
 import gymnasium as gym
 import numpy as np
@@ -114,7 +114,7 @@ class Args:
     clip_vloss: bool = True  # clip the value function's change in the same way
     ent_coef: float = 0.01  # weight of the entropy bonus, c2 in the paper
     vf_coef: float = 0.5  # weight of the value loss, c1 in the paper
-    max_grad_norm: float = 0.5  # the gradient is scaled down to this norm
+    max_grad_norm: float = 0.5  # the gradient is scaled down to this norm, if it is longer
     target_kl: float | None = None  # stop the epochs on a rollout once an epoch's mean approx_kl exceeds this
 
     # compile: two switches, to measure what each of the two steps gains
@@ -339,7 +339,7 @@ def train(args: Args) -> Path:
         if collector is not agent:
             collector.load_state_dict(agent.state_dict())
         noise = collector.noise(args.num_steps, num_envs)
-        obs[0] = obs[-1]
+        obs[0] = obs[-1]  # where the last rollout ended
         ready, count = np.arange(num_envs), np.zeros(num_envs, dtype=int)
         while count.min() < args.num_steps:
             run.stop_if_asked()
@@ -1253,12 +1253,12 @@ class Run:
         commit = subprocess.getoutput(git) or None
         blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
         if not self.args.resume:
-            packages = ("torch", "tensordict", "gymnasium", "envpool", "numpy")
+            installed = filter(importlib.util.find_spec, ("torch", "tensordict", "gymnasium", "envpool", "numpy"))
             values = {
                 "script": Path(__file__).name,
                 "blob": blob,
                 "args": asdict(self.args),
-                "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
+                "versions": {"python": sys.version.split()[0], **{name: version(name) for name in installed}},
                 "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
                 "cores": num_cores(),
                 "env_backend": getattr(self.envs, "backend", None),

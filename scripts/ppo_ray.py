@@ -15,7 +15,7 @@ Estimation", https://arxiv.org/abs/1506.02438; the network for frames by Mnih et
     python ppo_ray.py --env-id HalfCheetah-v4 --envs-per-runner 1 --norm-obs --norm-rewards
     python ppo_ray.py --ray-address auto --num-runners 64    # on a cluster (`ray start` on each node)
 
-Its compiled twin is `ppo_ray_torchcompile.py`; a diff of the two shows every change that compiling needs.
+Its compiled twin is `ppo_ray_torchcompile.py`; a diff of the two shows what compiling changes.
 Shapes: T = num_steps, W = num_runners, V = envs_per_runner, L = num_learners (W and L at least 1), N = V * W / L
 environments whose rows a learner gets, B = T * N, K = num_minibatches, M = B / K, E = update_epochs, O = size of an
 observation, A = number of actions, or size of an action of a Box, P = number of parameters.
@@ -27,7 +27,8 @@ fragments to arrive, while runners keep going: late ones go into the next batch,
 runner recorded; those older than one update are dropped. Departures from CleanRL are those of the two scripts; also,
 a fragment's observations are normalized by the statistics sent with its request.
 
-Reading order: settings, networks, formulas; `Runner`, `make_learner`, and `train`, which joins them. Then plumbing.
+Reading order: settings, networks, formulas; `Runner`, `make_learner`, and `train`, which joins them. Then plumbing,
+before which stand the layers and formulas that are those of `ppo.py` and `ppo_continuous_action.py`.
 """
 
 import atexit
@@ -60,7 +61,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal, NoReturn
 
-os.environ |= {"OPENBLAS_NUM_THREADS": "1"} | os.environ  # NumPy's products here are small, and cores are scarce
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's products here are small, and cores are scarce
 
 import gymnasium as gym
 import numpy as np
@@ -87,7 +88,7 @@ class Args:
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete or Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool's if any, unless one or few and quick
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: Gymnasium's if one or few quick, else EnvPool
     async_envs: bool = False  # runners step Gymnasium environments in worker processes that do not wait for each other
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 500_000  # environment steps, rows of resets included, rounded down to whole rollouts
@@ -121,7 +122,7 @@ class Args:
     clip_vloss: bool = True  # clip the value function's change in the same way
     ent_coef: float = 0.01  # weight of the entropy bonus, c2 in the paper
     vf_coef: float = 0.5  # weight of the value loss, c1 in the paper
-    max_grad_norm: float = 0.5  # the gradient is scaled down to this norm
+    max_grad_norm: float = 0.5  # the gradient is scaled down to this norm, if it is longer
     target_kl: float | None = None  # stop the epochs on a rollout once an epoch's mean approx_kl exceeds this
 
     sync_envs = property(lambda args: not args.async_envs)  # `Envs` reads this name
@@ -1693,12 +1694,12 @@ class Run:
         commit = subprocess.getoutput(git) or None
         blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
         if not self.args.resume:
-            packages = ("torch", "tensordict", "gymnasium", "envpool", "numpy")
+            installed = filter(importlib.util.find_spec, ("torch", "tensordict", "gymnasium", "envpool", "numpy"))
             values = {
                 "script": Path(__file__).name,
                 "blob": blob,
                 "args": asdict(self.args),
-                "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
+                "versions": {"python": sys.version.split()[0], **{name: version(name) for name in installed}},
                 "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
                 "cores": num_cores(),
                 "env_backend": getattr(self.envs, "backend", None),

@@ -12,7 +12,7 @@ https://arxiv.org/abs/1802.09477; this is its algorithm 1.
 
     python td3_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --seed 1
 
-Its eager twin is `td3_continuous_action.py`; a diff of the two shows every change that compiling needs.
+Its eager twin is `td3_continuous_action.py`; a diff of the two shows what compiling changes.
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = of an action, P = number of parameters.
 
 Settings are those of CleanRL's script of the same name. Departures from it: rows in which environments reset themselves
@@ -47,7 +47,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal, NoReturn
 
-os.environ |= {"OPENBLAS_NUM_THREADS": "1"} | os.environ  # NumPy's products here are small, and cores are scarce
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's products here are small, and cores are scarce
 
 import gymnasium as gym
 import numpy as np
@@ -78,7 +78,7 @@ class Args:
 
     # environment
     env_id: str = "HalfCheetah-v4"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool's if any, unless one or few and quick
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: Gymnasium's if one or few quick, else EnvPool
     sync_envs: bool = False  # step several environments in this process: best where a step takes microseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps in the whole run
@@ -1108,12 +1108,12 @@ class Run:
         commit = subprocess.getoutput(git) or None
         blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
         if not self.args.resume:
-            packages = ("torch", "tensordict", "gymnasium", "envpool", "numpy")
+            installed = filter(importlib.util.find_spec, ("torch", "tensordict", "gymnasium", "envpool", "numpy"))
             values = {
                 "script": Path(__file__).name,
                 "blob": blob,
                 "args": asdict(self.args),
-                "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
+                "versions": {"python": sys.version.split()[0], **{name: version(name) for name in installed}},
                 "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
                 "cores": num_cores(),
                 "env_backend": getattr(self.envs, "backend", None),

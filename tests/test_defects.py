@@ -532,6 +532,15 @@ def test_weights_and_biases_that_is_not_installed_is_refused(monkeypatch, tmp_pa
     assert end.value.code == 2 and "pip install wandb" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
+def test_an_eager_copy_runs_without_the_packages_that_only_others_need(monkeypatch, tmp_path):
+    """`config.json` names the versions of those that are installed."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensordict" else find_spec(name))
+    run = helpers.train("ppo", tmp_path / "run", total_timesteps=64)
+    versions = set(json.loads((run.run_dir / "config.json").read_text())["versions"])
+    assert {"torch", "numpy"} < versions and "tensordict" not in versions
+
+
 def test_a_file_that_has_changed_since_its_run_began_is_told_of(tmp_path, capsys):
     """Defaults that were edited do not count in a run that goes on."""
     run = helpers.train("ppo", tmp_path / "run", total_timesteps=64)
