@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -187,6 +188,15 @@ def test_each_place_of_the_loop_is_of_its_section(toy):
     toy.train([])
     assert len(seen) > 300 and all(section == part for section, part in seen)
     assert sampler.section_of(sys._getframe()) == "rest"  # outside of the loop
+
+
+def test_the_sampler_survives_an_instruction_without_a_line_and_is_missed_when_it_ends(toy):
+    """A thread that broke in silence left zeros in the log, and all time to the rest."""
+    sampler = ceilings.Sampler(toy)
+    frame = SimpleNamespace(f_code=toy.train.__code__, f_lineno=None, f_back=None)
+    assert sampler.section_of(frame) == "rest"
+    with pytest.raises(RuntimeError, match="has ended"):
+        sampler.take()
 
 
 def test_the_sampler_sees_where_the_time_goes(toy):

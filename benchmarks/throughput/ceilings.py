@@ -65,15 +65,15 @@ class Sampler:
         methods = [x for x in vars(environment_class(module)).values() if inspect.isfunction(x)]
         self.train, self.envs = module.train.__code__, {method.__code__ for method in methods}
         self.starts, self.sections = headings(module.train)
-        self.seconds, self.watched = dict.fromkeys((*SECTIONS, "rest"), 0.0), threading.get_ident()
+        self.seconds, self.watched = dict.fromkeys((*SECTIONS, "rest"), 0.0), threading.current_thread()
         self.thread = threading.Thread(target=self.run, daemon=True)
 
     def run(self) -> None:
         sys.setswitchinterval(SWITCH)
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
         last = time.perf_counter()
-        while frame := sys._current_frames().get(self.watched):
-            now = time.perf_counter()
+        while self.watched.is_alive():
+            frame, now = sys._current_frames().get(self.watched.ident), time.perf_counter()
             self.seconds[self.section_of(frame)] += now - last
             del frame
             last = now
@@ -85,13 +85,16 @@ class Sampler:
         while frame is not None and frame.f_code is not self.train:
             codes.add(frame.f_code)
             frame = frame.f_back
-        place = bisect.bisect(self.starts, frame.f_lineno) if frame is not None else 0
+        # Some instructions have no line
+        place = bisect.bisect(self.starts, frame.f_lineno or 0) if frame is not None else 0
         if place == 0:
             return "rest"
         return "env" if codes & self.envs else self.sections[place - 1]
 
     def take(self) -> dict[str, float]:
-        """Seconds of each section since the last call, as columns of a log."""
+        """Seconds of each section since the last call, as columns of a log; a RuntimeError if nobody watches."""
+        if not self.thread.is_alive():
+            raise RuntimeError("the thread that looks at the loop has ended")
         taken = {f"profile/{section}": self.seconds[section] for section in SECTIONS}
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         return taken
