@@ -85,15 +85,14 @@ class Sampler:
         while frame is not None and frame.f_code is not self.train:
             codes.add(frame.f_code)
             frame = frame.f_back
-        # Some instructions have no line
         place = bisect.bisect(self.starts, frame.f_lineno or 0) if frame is not None else 0
         if place == 0:
             return "rest"
         return "env" if codes & self.envs else self.sections[place - 1]
 
     def take(self) -> dict[str, float]:
-        """Seconds of each section since the last call, as columns of a log; a RuntimeError if nobody watches."""
-        if not self.thread.is_alive():
+        """Seconds of each section since the last call, as columns of a log; a RuntimeError if the thread broke."""
+        if self.thread.ident and not self.thread.is_alive():
             raise RuntimeError("the thread that looks at the loop has ended")
         taken = {f"profile/{section}": self.seconds[section] for section in SECTIONS}
         self.seconds = dict.fromkeys(self.seconds, 0.0)
@@ -101,10 +100,18 @@ class Sampler:
 
 
 def train_watched(module: ModuleType, flags: list[str]) -> None:
-    """Train as the flags say; each line of the log gets the seconds of the sections."""
+    """Train as the flags say; each line of the log gets the seconds of the sections, after the first one with losses.
+
+    Until then functions are compiled. While Dynamo evaluates a frame, reading the stack may end the process.
+    """
     sampler, log = Sampler(module), module.Run.log
-    module.Run.log = lambda run, metrics: log(run, metrics | sampler.take())
-    sampler.thread.start()
+
+    def log_watched(run, metrics: dict) -> None:
+        log(run, metrics | sampler.take())
+        if not sampler.thread.ident and any(name.startswith("losses/") for name in metrics):
+            sampler.thread.start()
+
+    module.Run.log = log_watched
     module.train(tyro.cli(module.Args, args=flags))
 
 
