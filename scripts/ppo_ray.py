@@ -27,8 +27,7 @@ fragments to arrive, while runners keep going: late ones go into the next batch,
 runner recorded; those older than one update are dropped. Departures from CleanRL are those of the two scripts; also,
 a fragment's observations are normalized by the statistics sent with its request.
 
-Reading order: settings, networks, formulas; `Runner`, `make_learner`, and `train`, which joins them. Then plumbing,
-before which stand the layers and formulas that are those of `ppo.py` and `ppo_continuous_action.py`.
+Reading order: settings, networks, formulas; `Runner`, `make_learner`, `train`. Then layers of `ppo.py`, and plumbing.
 """
 
 import atexit
