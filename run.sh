@@ -68,13 +68,15 @@ install() {
   touch "$stamp"
 }
 
-# Make .venv-rllib or .venv-cleanrl, unless it is there: these programs pin another Gymnasium than the scripts need.
+# Make .venv-rllib or .venv-cleanrl, unless it is complete: these programs pin another Gymnasium than the scripts need.
 install_apart() {
-  local folder=$root/.venv-$1 given=${1^^}_PYTHON
-  if [ -n "${!given:-}" ] || [ -x "$folder/bin/python" ]; then return; fi
+  local folder=$root/.venv-$1 file=$root/requirements/requirements-$1.txt given=${1^^}_PYTHON stamp
+  stamp=$folder/complete.$(cksum < "$file" | cut -d ' ' -f 1)
+  if [ -n "${!given:-}" ] || [ -e "$stamp" ]; then return; fi
   echo "installing requirements/requirements-$1.txt into .venv-$1" >&2
-  "$(find_python)" -m venv "$folder"
-  "$folder/bin/pip" install --quiet --disable-pip-version-check -r "$root/requirements/requirements-$1.txt"
+  [ -x "$folder/bin/pip" ] || "$(find_python)" -m venv "$folder"
+  "$folder/bin/pip" install --quiet --disable-pip-version-check -r "$file"
+  touch "$stamp"
 }
 
 # Run a command in the folder of the caller, so that paths are what they look like. The modules are this checkout's,

@@ -79,6 +79,20 @@ def test_a_sweep_on_a_cluster_installs_ray(checkout):
     ]
 
 
+def test_an_environment_of_a_peer_counts_as_made_only_once_all_is_installed(checkout):
+    """An installation that was cut off leaves a Python in which the peer is missing."""
+    programs = checkout.root / ".venv-rllib" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "pip").write_text("#!/bin/sh\nexit 1\n")
+    (programs / "pip").chmod(0o755)
+    assert checkout("throughput", "--peers", "rllib").returncode == 1
+    (programs / "pip").write_text(PIP)
+    for _ in range(2):
+        assert checkout("throughput", "--peers", "rllib").returncode == 0
+    (line,) = (programs / "pip.log").read_text().splitlines()
+    assert line.endswith(f"-r {checkout.root}/requirements/requirements-rllib.txt")
+
+
 def test_another_python_runs_the_gpu_stages_without_installing(checkout):
     other = checkout.root / "other"
     other.write_text(PYTHON.replace("in ", "other in "))
