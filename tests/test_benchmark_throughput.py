@@ -350,6 +350,24 @@ def test_sac_of_sb3_has_the_learning_rates_of_the_script():
     assert rates == [args.policy_lr, args.q_lr, args.q_lr] and args.policy_lr != args.q_lr
 
 
+def test_an_atari_game_of_the_peers_goes_on_after_a_lost_life():
+    """As in the script, a life is an episode for the learner, and the score is that of all five lives of a game."""
+    if importlib.util.find_spec("stable_baselines3") is None:
+        pytest.skip("sb3 is not installed")
+    module = load_script(SCRIPTS / "ppo_atari_envpool.py")
+    envs = peers.make_envs(module, module.Args(num_envs=2), normalize=False)
+    envs.reset()
+    rng, lives, games = np.random.default_rng(1), 0, []
+    for _ in range(800):
+        obs, _, done, infos = envs.step(rng.integers(4, size=2))
+        lives += done.sum()
+        games += [info["episode"] for info in infos if "episode" in info]
+        for i in np.flatnonzero(done):
+            assert (obs[i] != infos[i]["terminal_observation"]).any()  # the first observation of what comes next
+    assert len(games) > 3 and 5 * len(games) <= lives < 5 * (len(games) + 2)
+    assert min(game["l"] for game in games) > 100
+
+
 def test_what_differs_from_a_peer_is_said():
     """By the script or by its algorithm; also in a table of results from before it was known."""
     for script in ("impala_ray", "ppo_ray", "apex_dqn_ray"):

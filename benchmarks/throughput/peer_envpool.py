@@ -32,7 +32,10 @@ class EnvPoolVecEnv(VecEnv):
         for i in ended:
             infos[i] |= {"terminal_observation": obs[i].copy(), "TimeLimit.truncated": bool(truncated[i])}
         if len(ended):
-            obs[ended] = self.vector.reset(ended.astype(np.int32))[0]
+            # EnvPool resets in the step after the end, whatever the action. `reset` would begin a new game at a lost life
+            actions = np.zeros((len(ended), *self.action_space.shape), dtype=self.action_space.dtype)
+            first_obs, *_, more = self.vector.step(actions, ended.astype(np.int32))
+            obs[more["env_id"]] = first_obs
         return obs, reward, done, infos
 
     def close(self) -> None:

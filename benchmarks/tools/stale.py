@@ -120,6 +120,7 @@ def makers(path: Path, result: dict) -> list[str]:
     """The files besides the scripts that define what a result measures: how peers learn, what a rung leaves out."""
     names, room = result.get("contestants", {}), "benchmarks/throughput"
     found = [f"{room}/peers.py"] * any(name.startswith(("sb3", "sbx")) for name in names)
+    found += [f"{room}/peer_envpool.py"] * (bool(found) and "atari" in path.stem)
     found += [f"{room}/peer_rllib.py"] * ("rllib" in names)
     found += [f"{room}/peer_cleanrl.py"] * any(name in CLONES for name in names)
     if path.stem == "rollout" or "network" in result:
