@@ -32,7 +32,7 @@ class EnvPoolVecEnv(VecEnv):
         for i in ended:
             infos[i] |= {"terminal_observation": obs[i].copy(), "TimeLimit.truncated": bool(truncated[i])}
         if len(ended):
-            # EnvPool resets in the step after an end, whatever the action; `reset` would begin a new game at a lost life
+            # The step after an end resets, whatever the action; `reset` would begin a new game after a lost life
             actions = np.zeros((len(ended), *self.action_space.shape), dtype=self.action_space.dtype)
             first_obs, *_, more = self.vector.step(actions, ended.astype(np.int32))
             obs[more["env_id"]] = first_obs
