@@ -51,11 +51,11 @@ find_python() {
   exit 2
 }
 
-# Make .venv and install one requirements file, unless this has been done since the files last changed.
+# Make .venv and install one requirements file, unless this has been done since any of these files last changed.
 install() {
-  local folder=$root/requirements file stamp
-  file=$folder/$1.txt
-  stamp=$root/.venv/$1.$(cat "$file" "$folder"/{requirements,requirements-ray,requirements-tune,constraints}.txt | cksum | cut -d ' ' -f 1)
+  local folder=$root/requirements sum stamp
+  sum=$(cat "$folder"/*.txt | cksum | cut -d ' ' -f 1)
+  stamp=$root/.venv/$1.$sum
   if [ -e "$stamp" ]; then return; fi
   local python
   python=$(find_python)
@@ -64,7 +64,8 @@ install() {
     exit 2
   }
   echo "installing requirements/$1.txt into .venv" >&2
-  "$root/.venv/bin/pip" install --quiet --disable-pip-version-check -r "$file" -c "$folder/constraints.txt"
+  find "$root/.venv" -maxdepth 1 -name "requirements*.[0-9]*" ! -name "*.$sum" -delete  # of versions that go now
+  "$root/.venv/bin/pip" install --quiet --disable-pip-version-check -r "$folder/$1.txt" -c "$folder/constraints.txt"
   touch "$stamp"
 }
 
@@ -75,6 +76,7 @@ install_apart() {
   if [ -n "${!given:-}" ] || [ -e "$stamp" ]; then return; fi
   echo "installing requirements/requirements-$1.txt into .venv-$1" >&2
   [ -x "$folder/bin/pip" ] || "$(find_python)" -m venv "$folder"
+  rm -f "$folder"/complete.*
   "$folder/bin/pip" install --quiet --disable-pip-version-check -r "$file"
   touch "$stamp"
 }
@@ -113,7 +115,7 @@ case $command in
     ;;
   throughput)
     case " $* " in *" --peers"*) install requirements-benchmark ;; *) install requirements ;; esac
-    case " $* " in *_ray*) install requirements-ray ;; esac
+    case " $* " in *_ray* | *rllib*) install requirements-ray ;; esac
     case " $* " in *rllib*) install_apart rllib ;; esac
     case " $* " in *leanrl*) install_apart cleanrl ;; esac
     ;;

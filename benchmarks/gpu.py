@@ -210,20 +210,24 @@ def run_tests(task: Task) -> None:
         program += ["-n", str(jobs), "--dist", "worksteal"]
     child = processes.start([*program, "--continue-on-collection-errors", *task.plan.tests], task.work / "output")
     try:
-        while child.wait(2) is None and time.perf_counter() < task.deadline:
+        while (code := child.wait(2)) is None and time.perf_counter() < task.deadline:
             report_tests(child, task.report)
     finally:
         child.kill()
-    report_tests(child, task.report)
+    counts = report_tests(child, task.report)
+    if code != 0:
+        why = {None: "no time was left for all tests", 1: "not all tests passed"}
+        raise RuntimeError(f"{why.get(code, f'pytest ended with exit code {code}')}; {counts}")
 
 
-def report_tests(child: processes.Child, report: Report) -> None:
-    """Report the outcomes of the tests so far."""
+def report_tests(child: processes.Child, report: Report) -> str:
+    """Report the outcomes of the tests so far; returns how many there are of each."""
     found = read_tests(child.output.read_text(errors="replace"))
     outcomes = list(found.values())
     counts = ", ".join(f"{outcomes.count(x)} {x.lower()}" for x in dict.fromkeys(outcomes)) or "none has ended"
     bad = [f"- {name}: {outcome}" for name, outcome in found.items() if outcome in ("FAILED", "ERROR")]
     report.write("tests", counts, ["## Tests", "", counts, "", *bad, ""], found)
+    return counts
 
 
 def speed_lines(results: list[dict]) -> list[str]:

@@ -38,7 +38,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
@@ -830,7 +830,7 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     flags = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv[1:] if word.startswith("--")]
     other_names = {"cuda": "device", "start_e": "epsilon_start", "end_e": "epsilon_end"}  # CleanRL's
     typed = {other_names.get(flag, flag) for flag in (flag.removeprefix("no_") for flag in flags)}
-    defaults = {field.name: field.default for field in fields(Args)}
+    defaults = vars(Args())
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
     of_the_machine = ["resume", "override", "device", "checkpoint_every"]
     of_the_machine += ["ray_address", "fragment_timeout", "runner_restarts"]  # of scripts over Ray
@@ -875,10 +875,14 @@ def lock(file) -> bool:
 
 def check_storable(name: str, value) -> None:
     """Refuse values that can be written to a checkpoint but not read: safe loading rejects NumPy and custom classes."""
-    parts = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list | tuple) else {}
-    for key, part in parts.items():
-        check_storable(f"{name}[{key!r}]", part)
-    if not isinstance(value, dict | list | tuple | Tensor | None) and type(value) not in (bool, int, float, str, bytes):
+    if type(value) in (dict, OrderedDict):
+        for key, part in value.items():
+            check_storable(f"key {key!r} of {name}", key)
+            check_storable(f"{name}[{key!r}]", part)
+    elif type(value) in (list, tuple, torch.Size):
+        for i, part in enumerate(value):
+            check_storable(f"{name}[{i}]", part)
+    elif not isinstance(value, Tensor | None) and type(value) not in (bool, int, float, str, bytes):
         fail(f"{name} is {type(value).__name__}, which no checkpoint can hold: make it a tensor, a number, a string")
 
 
@@ -1003,7 +1007,7 @@ class Run:
         signal.signal(signum, signal.SIG_DFL)
 
     def keep_rng(self) -> None:
-        """Record the random state for the next checkpoint: numbers drawn in an interrupted rollout must not count."""
+        """Record the random state for the next checkpoint: numbers of an interrupted rollout will be drawn again."""
         name, keys, *rest = np.random.get_state()
         self.rng = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state()}
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
@@ -1045,6 +1049,7 @@ class Run:
         state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng}
         state |= {"script": Path(__file__).name, "args": asdict(self.args), "seconds": self.seconds}
         state |= {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
+        check_storable("state", state)  # parts of it may have another type than at the start
         new = self.dir / "checkpoint.tmp"
         try:
             with new.open("wb") as file:

@@ -20,12 +20,11 @@ Shapes: T = num_steps, W = num_runners, V = envs_per_runner, L = num_learners (W
 environments whose rows a learner gets, B = T * N, K = num_minibatches, M = B / K, E = update_epochs, O = size of an
 observation, A = number of actions, or size of an action of a Box, P = number of parameters.
 
-This is PPO as in `ppo.py` and `ppo_continuous_action.py` along three axes: runners, environments, learners. With
---num-runners 0, everything runs in this process, reproducibly and without Ray. With --rollout batched each runner takes
-T steps with the newest weights, and all wait for the slowest: on-policy. With first-ready, a batch is the first W
-fragments to arrive, while runners keep going: late ones go into the next batch, with the action probabilities that the
-runner recorded; those older than one update are dropped. Departures from CleanRL are those of the two scripts; also,
-a fragment's observations are normalized by the statistics sent with its request.
+This is PPO as in `ppo.py` and `ppo_continuous_action.py` along three axes: runners, environments, learners.
+--num-runners 0: all in this process, reproducibly, without Ray. --rollout batched: each runner takes T steps with the
+newest weights, and all wait for the slowest: on-policy. first-ready: a batch is the first W fragments to arrive, while
+runners keep going; late ones go into the next batch, with the probabilities recorded then, unless older than one
+update. Departures from CleanRL: those of both, and observations are normalized by statistics sent with the request.
 
 Reading order: settings, networks, formulas; `Runner`, `make_learner`, `train`. Then layers of `ppo.py`, and plumbing.
 """
@@ -48,10 +47,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import warnings
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
@@ -87,7 +87,7 @@ class Args:
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete or Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: Gymnasium's if one or few quick, else EnvPool
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several environments, if faster
     async_envs: bool = False  # runners step Gymnasium environments in worker processes that do not wait for each other
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 500_000  # environment steps, rows of resets included, rounded down to whole rollouts
@@ -632,12 +632,18 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     """Fail unless the acting policy, on arrays, and the learning one, on tensors, agree: both (B, O) -> (B, A).
 
     The test changes the module's weights and buffers: with the initial ones, outputs are so small that much passes for
-    equal, and statistics have no effect. It uses small observations and large ones, which `forward` may clip.
+    equal, and statistics have no effect. It changes tensors and floats that are attributes of your own modules, too, as
+    a schedule may do later. It uses small observations and large ones, which `forward` may clip.
     """
     rng, generator = np.random.default_rng(1), torch.Generator().manual_seed(1)
     obs = (rng.normal(size=(64, obs_dim)) * np.logspace(-1, 2, 64)[:, None]).astype(np.float32)
-    state = [*module.parameters(), *module.buffers()]
+    own = [vars(part) for part in module.modules() if not type(part).__module__.startswith("torch.")]
+    floats = [(values, name, x) for values in own for name, x in values.items() if type(x) is float]
+    state = [x for values in own for x in values.values() if isinstance(x, Tensor)]
+    state += [*module.parameters(), *module.buffers()]
     first = [x.clone() for x in state]
+    for values, name, x in floats:
+        values[name] = 1.5 * x + 0.5
     for x in [x for x in state if x.is_floating_point()]:  # weights of either sign; buffers may be variances
         draw, inputs = (torch.randn if isinstance(x, nn.Parameter) else torch.rand), math.prod(x.shape[1:])
         x.add_((draw(x.shape, generator=generator) / max(1, inputs) ** 0.5).to(x.device, x.dtype))
@@ -648,6 +654,8 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
         fail(f"the policy can't act: {error}")
     finally:
         torch._foreach_copy_(state, first)
+        for values, name, x in floats:
+            values[name] = x
     scale = 1 + np.abs(obs).max(axis=1) + np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)  # of each row
     if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
         hint = "is not all that `forward` computes, or `forward` is random or looks at a whole batch, as Dropout does"
@@ -687,15 +695,28 @@ def runs_in_process(args: Args, num_envs: int) -> bool:
     return args.sync_envs or num_envs == 1 or by_default
 
 
+def end_with_parent() -> None:
+    """In a thread of a worker: end the worker soon after its parent, even if an environment's step never returns."""
+    multiprocessing.parent_process().join()
+    time.sleep(2)  # time for the worker, unless it hangs, to see its pipe close and close its environments
+    os._exit(1)
+
+
+def show_warning(text: str) -> None:
+    """Print a warning of MuJoCo, unless it is about old attributes of models, which nobody can act on."""
+    if "deprecated" not in text:
+        print(f"MuJoCo: {text}", file=sys.stderr)
+
+
 def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.Env:
     """An environment of Gymnasium (not of EnvPool), flat observations (O,). A worker leaves signals to its parent."""
     if multiprocessing.parent_process() is not None:
+        threading.Thread(target=end_with_parent, daemon=True).start()
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.SIG_IGN)
-    # No warnings that nobody can act on: about old ids, which published results use, and old attributes in models
-    warnings.filterwarnings("ignore", ".*out of date")
+    warnings.filterwarnings("ignore", ".*out of date")  # about old ids, which published results use
     if "mujoco" in str(env):
-        importlib.import_module("mujoco").set_mju_user_warning(lambda _message: None)
+        importlib.import_module("mujoco").set_mju_user_warning(show_warning)
     env = gym.make(env, disable_env_checker=True, **settings)
     if not env.observation_space.is_np_flattenable:
         raise ValueError(f"observations are {env.observation_space}, of which there is no vector")
@@ -1239,9 +1260,10 @@ def cause_of(error: Exception) -> str:
 class RayRunners(Runners):
     """Runners as actors of Ray, wherever in the cluster there is room.
 
-    By default, two fragments are requested of each runner: it works on one and can begin the next without waiting for
-    the learner, but never runs far ahead. With --rollout first-ready, the next is requested when one has arrived, and
-    those older than one update are dropped; with batched, the learner waits for one from each, with the newest weights.
+    In IMPALA and Ape-X, two fragments are requested of each runner: it works on one and can begin the next without
+    waiting for the learner, but never runs far ahead. With --rollout first-ready, the next is requested when one has
+    arrived, and those older than one update are dropped; with batched, the learner waits for one from each, with the
+    newest weights.
 
     A runner that dies, or whose environment raises, is replaced by another with new seeds; its pending requests are
     lost. The learner continues with the fragments of the others.
@@ -1253,7 +1275,7 @@ class RayRunners(Runners):
         self.own_ray, self.ray = "ray" not in sys.modules or not sys.modules["ray"].is_initialized(), start_ray(args)
         place = {"num_cpus": args.cpus_per_runner, "num_gpus": args.gpus_per_runner, "scheduling_strategy": "SPREAD"}
         self.remote, self.actors, self.places, self.weights = self.ray.remote(**place)(RemoteRunner), {}, {}, None
-        # How many fragments are requested of a runner at once, and how many updates old one may be: see above
+        # Most fragments requested of a runner at once, and how many updates old one may be
         asking = {"batched": (1, 0), "first-ready": (1, 1)}
         self.ahead, self.most_stale = asking.get(getattr(args, "rollout", None), (2, math.inf))
         # Reference of a report -> index of its runner, reference of its fragment (None while the runner is starting)
@@ -1306,7 +1328,7 @@ class RayRunners(Runners):
         self.clock.lap("weights")
 
     def ready(self) -> list:
-        """References to finished calls of runners, in the order of the requests; waits half a second at most."""
+        """Calls of runners that have finished, oldest request first; waits half a second at most."""
         references, now = list(self.in_flight), time.monotonic()
         ready, waiting = self.ray.wait(references, num_returns=len(references), timeout=0)
         self.queue.append(len(ready))
@@ -1566,7 +1588,7 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     flags = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv[1:] if word.startswith("--")]
     other_names = {"cuda": "device", "start_e": "epsilon_start", "end_e": "epsilon_end"}  # CleanRL's
     typed = {other_names.get(flag, flag) for flag in (flag.removeprefix("no_") for flag in flags)}
-    defaults = {field.name: field.default for field in fields(Args)}
+    defaults = vars(Args())
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
     of_the_machine = ["resume", "override", "device", "checkpoint_every"]
     of_the_machine += ["ray_address", "fragment_timeout", "runner_restarts"]  # of scripts over Ray
@@ -1611,10 +1633,14 @@ def lock(file) -> bool:
 
 def check_storable(name: str, value) -> None:
     """Refuse values that can be written to a checkpoint but not read: safe loading rejects NumPy and custom classes."""
-    parts = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list | tuple) else {}
-    for key, part in parts.items():
-        check_storable(f"{name}[{key!r}]", part)
-    if not isinstance(value, dict | list | tuple | Tensor | None) and type(value) not in (bool, int, float, str, bytes):
+    if type(value) in (dict, OrderedDict):
+        for key, part in value.items():
+            check_storable(f"key {key!r} of {name}", key)
+            check_storable(f"{name}[{key!r}]", part)
+    elif type(value) in (list, tuple, torch.Size):
+        for i, part in enumerate(value):
+            check_storable(f"{name}[{i}]", part)
+    elif not isinstance(value, Tensor | None) and type(value) not in (bool, int, float, str, bytes):
         fail(f"{name} is {type(value).__name__}, which no checkpoint can hold: make it a tensor, a number, a string")
 
 
@@ -1739,7 +1765,7 @@ class Run:
         signal.signal(signum, signal.SIG_DFL)
 
     def keep_rng(self) -> None:
-        """Record the random state for the next checkpoint: numbers drawn in an interrupted rollout must not count."""
+        """Record the random state for the next checkpoint: numbers of an interrupted rollout will be drawn again."""
         name, keys, *rest = np.random.get_state()
         self.rng = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state()}
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
@@ -1781,6 +1807,7 @@ class Run:
         state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng}
         state |= {"script": Path(__file__).name, "args": asdict(self.args), "seconds": self.seconds}
         state |= {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
+        check_storable("state", state)  # parts of it may have another type than at the start
         new = self.dir / "checkpoint.tmp"
         try:
             with new.open("wb") as file:

@@ -35,10 +35,11 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import warnings
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -75,7 +76,7 @@ class Args:
 
     # environment
     env_id: str = "HalfCheetah-v4"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: Gymnasium's if one or few quick, else EnvPool
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several environments, if faster
     sync_envs: bool = False  # step several environments in this process: best where a step takes microseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps in the whole run
@@ -90,7 +91,7 @@ class Args:
     batch_size: int = 256  # transitions in one update
     learning_starts: int = 25_000  # environment steps before the first update
     policy_frequency: int = 2  # the actor learns at every n-th update of the critics
-    gradient_steps: int | None = None  # updates each time that all environments have stepped; by default num_envs
+    gradient_steps: int | None = None  # updates after each step of all environments; by default one per new transition
     exploration_noise: float = 0.1  # std of the noise on actions taken, as a fraction of half the action's range
     policy_noise: float = 0.2  # std of the noise on target actions (target policy smoothing), in the same unit
     noise_clip: float = 0.5  # the noise on target actions is clipped to +- this, in the same unit
@@ -331,7 +332,7 @@ class ReplayBuffer(nn.Module):
 def move_towards(targets: list[Tensor], weights: list[Tensor], tau: float | Tensor = 1.0, buffers=()) -> None:
     """target <- (1 - tau) * target + tau * weight, for each pair, in place; tau = 1 copies.
 
-    Of `buffers`, such as the statistics of BatchNorm, pairs of a target's and its network's, the first becomes a copy.
+    `buffers` has pairs (of the target, of its network), such as BatchNorm's statistics: the first becomes a copy.
     """
     for target, buffer in buffers:
         target.copy_(buffer)
@@ -346,7 +347,7 @@ class Courier:
     """Moves arrays to the device and actions back; the host waits only for actions, not for updates queued after them.
 
     On CUDA it uses pinned memory, which the device reads and writes while the host continues. PyTorch provides it for
-    each transfer and reuses it only when the device is done with it. On a CPU nothing is copied.
+    each transfer and reuses it only when the device is done with it. On a CPU, `send` copies nothing.
     """
 
     def __init__(self, act, action_dim: int, device: torch.device):
@@ -490,15 +491,28 @@ def runs_in_process(args: Args, num_envs: int) -> bool:
     return args.sync_envs or num_envs == 1 or by_default
 
 
+def end_with_parent() -> None:
+    """In a thread of a worker: end the worker soon after its parent, even if an environment's step never returns."""
+    multiprocessing.parent_process().join()
+    time.sleep(2)  # time for the worker, unless it hangs, to see its pipe close and close its environments
+    os._exit(1)
+
+
+def show_warning(text: str) -> None:
+    """Print a warning of MuJoCo, unless it is about old attributes of models, which nobody can act on."""
+    if "deprecated" not in text:
+        print(f"MuJoCo: {text}", file=sys.stderr)
+
+
 def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.Env:
     """An environment of Gymnasium (not of EnvPool), flat observations (O,). A worker leaves signals to its parent."""
     if multiprocessing.parent_process() is not None:
+        threading.Thread(target=end_with_parent, daemon=True).start()
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.SIG_IGN)
-    # No warnings that nobody can act on: about old ids, which published results use, and old attributes in models
-    warnings.filterwarnings("ignore", ".*out of date")
+    warnings.filterwarnings("ignore", ".*out of date")  # about old ids, which published results use
     if "mujoco" in str(env):
-        importlib.import_module("mujoco").set_mju_user_warning(lambda _message: None)
+        importlib.import_module("mujoco").set_mju_user_warning(show_warning)
     env = gym.make(env, disable_env_checker=True, **settings)
     if not env.observation_space.is_np_flattenable:
         raise ValueError(f"observations are {env.observation_space}, of which there is no vector")
@@ -781,7 +795,7 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     flags = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv[1:] if word.startswith("--")]
     other_names = {"cuda": "device", "start_e": "epsilon_start", "end_e": "epsilon_end"}  # CleanRL's
     typed = {other_names.get(flag, flag) for flag in (flag.removeprefix("no_") for flag in flags)}
-    defaults = {field.name: field.default for field in fields(Args)}
+    defaults = vars(Args())
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
     of_the_machine = ["resume", "override", "device", "checkpoint_every"]
     of_the_machine += ["ray_address", "fragment_timeout", "runner_restarts"]  # of scripts over Ray
@@ -826,10 +840,14 @@ def lock(file) -> bool:
 
 def check_storable(name: str, value) -> None:
     """Refuse values that can be written to a checkpoint but not read: safe loading rejects NumPy and custom classes."""
-    parts = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list | tuple) else {}
-    for key, part in parts.items():
-        check_storable(f"{name}[{key!r}]", part)
-    if not isinstance(value, dict | list | tuple | Tensor | None) and type(value) not in (bool, int, float, str, bytes):
+    if type(value) in (dict, OrderedDict):
+        for key, part in value.items():
+            check_storable(f"key {key!r} of {name}", key)
+            check_storable(f"{name}[{key!r}]", part)
+    elif type(value) in (list, tuple, torch.Size):
+        for i, part in enumerate(value):
+            check_storable(f"{name}[{i}]", part)
+    elif not isinstance(value, Tensor | None) and type(value) not in (bool, int, float, str, bytes):
         fail(f"{name} is {type(value).__name__}, which no checkpoint can hold: make it a tensor, a number, a string")
 
 
@@ -954,7 +972,7 @@ class Run:
         signal.signal(signum, signal.SIG_DFL)
 
     def keep_rng(self) -> None:
-        """Record the random state for the next checkpoint: numbers drawn in an interrupted rollout must not count."""
+        """Record the random state for the next checkpoint: numbers of an interrupted rollout will be drawn again."""
         name, keys, *rest = np.random.get_state()
         self.rng = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state()}
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
@@ -996,6 +1014,7 @@ class Run:
         state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng}
         state |= {"script": Path(__file__).name, "args": asdict(self.args), "seconds": self.seconds}
         state |= {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
+        check_storable("state", state)  # parts of it may have another type than at the start
         new = self.dir / "checkpoint.tmp"
         try:
             with new.open("wb") as file:

@@ -69,6 +69,16 @@ def test_a_command_installs_what_its_flags_need_and_once_only(checkout, command,
     assert f"-r {checkout.root}/requirements/{installed}.txt -c " in line
 
 
+def test_going_back_to_older_requirements_installs_them_again(checkout):
+    """In whichever command: the newer ones have replaced packages that all share."""
+    constraints = checkout.root / "requirements" / "constraints.txt"
+    first = constraints.read_text()
+    for text, command in ((first, ["diff", "ppo"]), (f"{first}# other\n", ["test"]), (first, ["diff", "ppo"])):
+        constraints.write_text(text)
+        assert checkout(*command).returncode == 0
+    assert len(checkout.pip_log.read_text().splitlines()) == 3
+
+
 def test_a_sweep_on_a_cluster_installs_ray(checkout):
     for flag in ("--ray-address", "--ray-address=auto"):
         assert checkout("sweep", flag, "auto").returncode == 0

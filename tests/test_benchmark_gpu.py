@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -263,6 +264,27 @@ def test_pairs_are_compared_until_the_time_is_up(tmp_path, monkeypatch):
         and seen[-1]["crashes"]["lean"]["equal"]
     )
     assert seen[-1]["hangs"]["lean"]["failed"] == "no time left"
+
+
+@pytest.mark.parametrize(
+    ("body", "seconds", "why"),
+    [
+        ("pass", 60, None),
+        ("assert False", 60, "not all tests passed"),
+        ("__import__('time').sleep(60)", 6, "no time was left for all tests; none has ended"),
+        (None, 60, "pytest ended with exit code 4; none has ended"),
+    ],
+)
+def test_tests_are_done_only_if_all_have_passed(tmp_path, body, seconds, why):
+    file = tmp_path / "test_one.py"
+    if body is not None:
+        file.write_text(f"def test_one():\n    {body}\n")
+    (tmp_path / "out").mkdir()
+    report = gpu.Report(tmp_path / "out", "correctness", is_dry_run=True)
+    plan = SimpleNamespace(tests=(str(file),))
+    task = SimpleNamespace(plan=plan, report=report, work=tmp_path, deadline=time.perf_counter() + seconds)
+    gpu.run_part("tests", gpu.run_tests, task)
+    assert report.status["tests"].partition(",")[0] == "done" if why is None else why in report.status["tests"]
 
 
 def test_outcomes_of_tests_are_read_from_half_an_output():

@@ -10,10 +10,11 @@ from benchmark_helpers import refusal
 from benchmarks.acting import inference, rollout
 from benchmarks.common import results, stats, turns
 from benchmarks.common.programs import check_once, split_flags
-from benchmarks.common.results import provenance
+from benchmarks.common.results import Target, machine_folder, provenance, say_written
 from benchmarks.learning import speedrun, sweep, time_to_score
 from benchmarks.pools import env_pools, scaling
 from benchmarks.throughput import backends, device_use, gpu_speed, ladder, throughput
+from benchmarks.throughput.ceilings import SECTIONS
 
 CHECKS = {
     "throughput": lambda out: throughput.main(throughput.Options(("ppo",), out=out)),
@@ -65,6 +66,53 @@ def test_a_failed_measurement_does_not_replace_an_older_one(tmp_path, monkeypatc
     assert throughput.main(options) == 0 and speed() == 100
     assert throughput.main(options) == 1 and speed() == 100 and (tmp_path / "ppo.json.part").exists()
     assert throughput.main(options) == 0 and speed() == 200 and not (tmp_path / "ppo.json.part").exists()
+
+
+def test_a_result_of_which_a_part_failed_is_incomplete_and_says_so():
+    """A round of five, the parts of one loop, or the end of a whole run."""
+    good = contestant(100.0)
+    for bad in ({"failed": ["exit code 1"]}, {"whole": {"failed": "exit code 1"}}):
+        assert not throughput.is_whole({"eager": good, "compile": good | bad})
+    assert throughput.is_whole({"eager": good, "compile": good | {"whole": {"seconds": 1.0, "steps": 5}}})
+    parts = {"microseconds_per_step": dict.fromkeys((*SECTIONS, "rest"), 1.0)}
+    shared = {"script": "ppo", "env_id": "CartPole-v1", "flags": "", "rounds": 5, "window_seconds": 2.0, "ratios": []}
+    shared |= {"break_even_steps": {}, "published": None, "differences": {}, "provenance": provenance()}
+    shared["contestants"] = {"eager": good, "compile": good | {"failed": ["exit code 1"]}}
+    for ceilings, is_good in (
+        ({"env_only_steps_per_second": 9.0, "variants": {"eager": parts}}, True),
+        ({"env_only_steps_per_second": 9.0, "variants": {"eager": {"failed": "exit code 1"}}}, False),
+        ({"failed": "exit code 1"}, False),
+    ):
+        result = shared | {"ceilings": ceilings}
+        assert throughput.has_ceilings(result) is is_good
+        text = "\n".join(throughput.section(result))
+        assert ("failed" in text.partition("windows of")[0] or "exit code 1" in text) is not is_good
+        assert "5 rounds, windows of 2 s; 1 of compile failed; measured" in text
+
+
+def test_a_command_says_which_results_are_incomplete(tmp_path, capsys):
+    (tmp_path / "old.json").write_text(json.dumps({"provenance": provenance()}))
+    targets = {name: Target(tmp_path / f"{name}.json") for name in ("old", "new", "whole", "unmeasured")}
+    for name in ("old", "new", "whole"):
+        targets[name].write({"provenance": provenance()}, is_whole=name == "whole")
+    assert say_written(tmp_path, targets.values(), "all.md") == 1
+    said = capsys.readouterr()
+    assert said.out == f"written to {tmp_path}: all.md, new.json, whole.json\n"
+    assert said.err.splitlines() == [
+        "failed: not all of old; the older result stays, and the new one is in old.json.part",
+        "failed: not all of new",
+        "failed: not all of unmeasured",
+    ]
+    assert say_written(tmp_path, [targets["whole"]]) == 0
+
+
+def test_whole_runs_that_were_measured_are_kept(tmp_path, capsys):
+    own = {"contestants": {"eager": contestant(100.0) | {"whole": {"seconds": 1.0, "steps": 5}}}, "flags": ""}
+    old = own | {"break_even_steps": {}, "rounds": 1, "provenance": provenance()}
+    (folder := machine_folder(tmp_path)).mkdir(exist_ok=True)
+    (folder / "ppo.json").write_text(json.dumps(old))
+    options = throughput.Options(("ppo",), ("eager",), out=tmp_path)
+    assert "whole runs, which yours would lack" in refusal(throughput.main, options, capsys)
 
 
 def test_ways_to_act_that_were_measured_are_kept(tmp_path, capsys):

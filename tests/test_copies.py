@@ -209,7 +209,7 @@ WAYS = {
                 "        self.critic = mlp(obs_dim, 1, output_gain=1.0)\n",
                 "        self.critic = mlp(obs_dim, 1, output_gain=1.0)\n        self.sharpness = 1.0\n",
             ),
-            (LOGITS, "(self.sharpness * self.actor(obs)).log_softmax(1)"),
+            ("self.critic(obs).squeeze(1)", "(self.sharpness * self.critic(obs).squeeze(1))"),
             in_the_loop("agent.sharpness += 0.1"),
         ],
     ),
@@ -861,6 +861,29 @@ def test_a_policy_that_acts_otherwise_on_some_observations_is_refused(clipped, c
     assert not net.mean.any()
 
 
+class Sharpened(nn.Module):
+    """Logits times a number that a schedule may change later; at the start it changes nothing."""
+
+    def __init__(self, sharpness):
+        super().__init__()
+        self.actor, self.sharpness = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.0), nn.Linear(8, 2)), sharpness
+
+    def forward(self, obs):
+        return self.sharpness * self.actor(obs)
+
+
+@pytest.mark.parametrize("sharpness", [1.0, torch.tensor(1.0)])
+def test_a_policy_that_a_schedule_will_change_is_refused(sharpness, capsys):
+    """If only learning would see it; where acting does, too, it is fine, and nothing is changed by the check."""
+    net, plumbing = Sharpened(sharpness), defining("check_policy")
+    with pytest.raises(SystemExit):
+        plumbing.check_policy(plumbing.numpy_mlp(net.actor), net, net, 3)
+    assert "the policy that acts differs" in capsys.readouterr().err
+    acting = torch.no_grad()(lambda obs: net(torch.from_numpy(obs)).numpy())
+    plumbing.check_policy(acting, torch.no_grad()(net), net, 3)
+    assert net.sharpness == 1
+
+
 def test_a_policy_without_a_value_for_some_observations_is_no_other_one():
     """As that of a square root, of observations that are never negative."""
     net = nn.Linear(3, 2)
@@ -932,13 +955,38 @@ def with_counter(value: str) -> list[Change]:
     ]
 
 
-@pytest.mark.parametrize("value", ["np.zeros(3)", "[1, np.float64(2.0)]", "{1, 2}"])
+DEFAULTS = "__import__('collections').defaultdict(int)"
+
+
+@pytest.mark.parametrize("value", ["np.zeros(3)", "[1, np.float64(2.0)]", "{1, 2}", "{np.int64(1): 2}", DEFAULTS])
 def test_state_that_no_checkpoint_can_be_read_with_is_refused(copy, train_copy, tmp_path, capsys, value):
     with pytest.raises(SystemExit) as end:
         train_copy(copy("dqn", *with_counter(value)), "dqn")
     error = capsys.readouterr().err.splitlines()[-1]
     assert end.value.code == 2 and "state['counter']['counts']" in error and "no checkpoint can hold" in error
     assert not (tmp_path / "copy_run0").exists()
+
+
+def test_state_that_becomes_what_no_checkpoint_can_hold_does_not_replace_a_good_one(copy, train_copy, tmp_path, capsys):
+    """As the best mean of some returns does: a float at the start, a NumPy number later."""
+    later = ('{"counts": self.counts}', '{"counts": self.counts if RUN.step < 250 else np.float64(self.counts)}')
+    changes = [(old, new.replace(*later)) for old, new in with_counter("0.0")]
+    module = copy("dqn", *changes, ("    run = Run(args)\n", "    global RUN\n    RUN = run = Run(args)\n"))
+    with pytest.raises(SystemExit) as end:
+        train_copy(module, "dqn", checkpoint_every=100)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2 and "state['counter']['counts'] is float64" in error
+    checkpoint = torch.load(tmp_path / "copy_run0" / "checkpoint.pt", weights_only=True)
+    assert checkpoint["global_step"] == 200 and not (tmp_path / "copy_run0" / "checkpoint.tmp").exists()
+
+
+def test_a_setting_whose_default_is_made_anew_is_resumed(copy, train_copy, tmp_path):
+    made = "    hidden: list[int] = field(default_factory=lambda: [64, 64])\n"
+    settings = "    seed: int = 1 "
+    module = copy("dqn", ("asdict, dataclass,", "asdict, dataclass, field,"), (settings, made + settings))
+    train_copy(module, "dqn", hidden=[32])
+    module.train(module.Args(resume=str(tmp_path / "copy_run0"), total_timesteps=500))
+    assert json.loads((tmp_path / "copy_run0" / "config.json").read_text())["args"]["hidden"] == [32]
 
 
 def test_state_of_ones_own_is_resumed(copy, train_copy, tmp_path):
@@ -1158,3 +1206,15 @@ def test_run_that_is_over_before_it_learns_gets_a_hint(train, capfd, name):
     for total, hint in ((280, "before step 300"), (420, "before step 380")):
         helpers.call(name, resume=str(run.run_dir), device="cpu", total_timesteps=total)
         assert f"nothing is learnt {hint}" in capfd.readouterr().err
+
+
+# Critics
+
+
+@pytest.mark.parametrize("name", ["sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile"])
+@pytest.mark.parametrize("change", ["critics[1].net[1] = nn.Tanh()", "critics[1].net[0] = critics[0].net[0]"])
+def test_critics_that_differ_or_share_layers_are_refused_where_they_are_stacked(copy, train_copy, capsys, name, change):
+    line = next(line for line in source_of(name).splitlines() if line.startswith("    critics = nn.ModuleList("))
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy(name, (line, f"{line}\n    {change}")), name, compile=False)
+    assert end.value.code == 2 and "critics that share or differ in layers" in capsys.readouterr().err

@@ -1,12 +1,18 @@
 """Whatever steps the environments, the loop sees the same: late autoreset, flat observations, all bounds, own seeds."""
 
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import gymnasium as gym
 import numpy as np
 import pytest
 import tiny_envs
 import torch
 from gymnasium.spaces import Box
-from helpers import EAGER, ONE_OF_EACH_KIND, discrete, has_pool, load, on_policy
+from helpers import EAGER, ONE_OF_EACH_KIND, ROOT, discrete, has_pool, load, on_policy
 
 from benchmarks.common.pairs import TABLE
 
@@ -311,3 +317,62 @@ def test_an_observation_of_another_shape_ends_the_run_with_a_checkpoint(train, t
 def test_names_in_info_may_be_anything(train):
     run = train("ppo", env_id="tiny_envs:Odd-v0", env_kwargs='{"what": "info"}')
     assert {name for name in run.lines[-1] if name.startswith("info/")} == {"info/own"}
+
+
+HANGS = """
+import gymnasium as gym, numpy as np, time
+
+class Hang(gym.Env):
+    observation_space, action_space = gym.spaces.Box(-1, 1, (3,)), gym.spaces.Box(-1, 1, (1,))
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action):
+        while True:
+            time.sleep(0.1)
+
+gym.register("Hang-v0", Hang)
+"""
+
+
+def test_workers_that_hang_end_with_their_parent(tmp_path):
+    """Whatever ends it, without time to clean up: as Ray ends a runner that is overdue, or the kernel a process."""
+    (tmp_path / "hangs.py").write_text(HANGS)
+    code = (
+        "import helpers, os, threading\n"
+        "script = helpers.load('ppo_continuous_action')\n"
+        "if __name__ == '__main__':\n"
+        "    envs = script.Envs(script.Args(env_id='hangs:Hang-v0', num_envs=2), [1, 2])\n"
+        "    envs.reset()\n"
+        "    print(*[process.pid for process in envs.vector.processes], flush=True)\n"
+        "    threading.Timer(0.5, lambda: os._exit(0)).start()\n"
+        "    envs.step(script.np.zeros((2, 1), script.np.float32))\n"
+    )
+    (tmp_path / "main.py").write_text(code)
+    paths = os.pathsep.join([str(tmp_path), str(ROOT / "tests"), str(ROOT)])
+    environment = os.environ | {"PYTHONPATH": paths}
+    program = [sys.executable, str(tmp_path / "main.py")]
+    done = subprocess.run(program, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    pids = [int(word) for word in done.stdout.split()]
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and any(is_alive(pid) for pid in pids):
+        time.sleep(0.2)
+    assert len(pids) == 2 and not any(is_alive(pid) for pid in pids)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_mujoco_may_say_that_a_simulation_is_unstable(capfd):
+    """Then it resets the physics within an episode. Nothing else would show that; what is deprecated is not said."""
+    env = ENVS.make_env("HalfCheetah-v4", {})
+    env.reset(seed=1)
+    assert "MuJoCo" not in capfd.readouterr().err
+    env.unwrapped.data.qvel[:] = 1e12
+    env.step(env.action_space.sample())
+    assert "MuJoCo: " in (said := capfd.readouterr().err) and "unstable" in said

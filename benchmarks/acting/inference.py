@@ -31,7 +31,7 @@ from benchmarks.acting.networks import NETWORKS
 from benchmarks.acting.paths import path_names
 from benchmarks.common import plots, turns
 from benchmarks.common.programs import check_known, check_once, check_positive, fail
-from benchmarks.common.results import Target, describe, load_all, make_folder, provenance, stoppable, table
+from benchmarks.common.results import Target, describe, load_all, make_folder, provenance, say_written, stoppable, table
 
 NOISE = "eager"  # the path that is measured against itself: its apparent gain is the error of all the others
 SMOKE_PATHS = ("eager", "aot_eager", "inductor", "numpy")
@@ -227,7 +227,7 @@ def write_summary(out: Path) -> str:
     return text
 
 
-def main(options: Options) -> None:
+def main(options: Options) -> int:
     started, options = time.perf_counter(), check(options)
     load_all(options.out, "cells")
     targets, sizes = {}, list(options.batch_sizes)
@@ -251,4 +251,4 @@ def main(options: Options) -> None:
     with stoppable(kept), tqdm(unit="path", disable=None) as bar:
         measure(options, options.time_limit - (time.perf_counter() - started), bar, on_result)
     print(write_summary(options.out))
-    print(f"written to {options.out}: inference.md, inference.png and a JSON file for each network and device")
+    return say_written(options.out, targets.values(), "inference.md", "inference.png")

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from benchmarks.acting.rollout_worker import ACTORS, FAMILIES
 from benchmarks.common import plots, turns
 from benchmarks.common.programs import check_known, check_positive, fail
-from benchmarks.common.results import Target, describe, estimate, make_folder, provenance, stoppable, table
+from benchmarks.common.results import Target, describe, estimate, make_folder, provenance, say_written, stoppable, table
 
 BACKENDS = ("gymnasium", "gymnasium-sync", "envpool")
 
@@ -156,7 +156,7 @@ def measure(options: Options, time_limit: float, bar: tqdm, on_result: Callable[
     turns.run_cases("benchmarks.acting.rollout_worker", cases, options.jobs, options.timeout, time_limit, on_case)
 
 
-def main(options: Options) -> None:
+def main(options: Options) -> int:
     started, options = time.perf_counter(), check(options)
     target = Target(options.out / "rollout.json", device=options.device, threads=options.threads)
     kept = f"what was measured before lies in {options.out}"
@@ -170,4 +170,4 @@ def main(options: Options) -> None:
         left = options.time_limit - (time.perf_counter() - started)
         measure(options, left, bar, lambda result: target.write(result, is_whole(result["rows"])))
     print(write_summary(options.out))
-    print(f"written to {options.out}: rollout.md, rollout.png, rollout.json")
+    return say_written(options.out, [target], "rollout.md", "rollout.png")

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cache
@@ -205,7 +205,7 @@ class Target:
 
     def __init__(self, path: Path, **question):
         self.path, self.part = path, path.with_name(path.name + ".part")
-        self.is_new = not path.exists()
+        self.is_new, self.is_whole = not path.exists(), False
         self.old = old = {} if self.is_new else load(path, *question)
         here = provenance()
         there = machine_of(old.get("provenance", here))
@@ -223,6 +223,7 @@ class Target:
     def write(self, result: dict, is_whole: bool = True) -> None:
         """Write the result; if it is incomplete and would replace an older one, beside that one instead."""
         write_json(self.path if is_whole or self.is_new else self.part, result)
+        self.is_whole = is_whole
         if is_whole:
             self.part.unlink(missing_ok=True)
 
@@ -234,6 +235,17 @@ class Target:
         sources = [(x, x["provenance"]) for x in known if not here["uncommitted_changes"]]
         found = [x for x, source in sources if is_clean(source) and all(source[name] == here[name] for name in same)]
         return found[0] if found else {}
+
+
+def say_written(out: Path, targets: Iterable[Target], *others: str) -> int:
+    """Say what was written into a folder, and which results are incomplete; returns the exit code, 1 if any is."""
+    targets = list(targets)
+    own = [x.path.name for x in targets if x.is_whole or (x.is_new and x.path.exists())]
+    print(f"written to {out}: {', '.join([*others, *own])}")
+    for target in [x for x in targets if not x.is_whole]:
+        kept = "" if target.is_new else f"; the older result stays, and the new one is in {target.part.name}"
+        print(f"failed: not all of {target.path.stem}{kept}", file=sys.stderr)
+    return 0 if all(target.is_whole for target in targets) else 1
 
 
 @contextmanager

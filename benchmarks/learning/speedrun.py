@@ -131,7 +131,7 @@ def check(options: Options) -> None:
     check_positive(options, "timeout")
     if not options.seeds:
         fail("--seeds: name at least one")
-    task = "--env-id", "--seed", "--env-kwargs"
+    task = "--env-id", "--seed", "--env-kwargs", "--frame-skip", "--repeat-action-probability", "--full-action-space"
     if any(word.replace("_", "-").startswith(task) for word in split_flags(options.flags)):
         fail("--flags: a record is for the task as it is, and for any seed")
     check_once(options, "seeds", "beside")

@@ -132,6 +132,8 @@ def settings_of(options: Options) -> dict:
 def resumed(options: Options, saved: dict) -> Options:
     """The options of the resumed sweep; an option given now with another value is refused."""
     defaults = Options()
+    if set(saved) != set(PLAN):
+        fail(f"{options.out}: its settings are of another version: {', '.join(sorted(set(saved) ^ set(PLAN)))}")
     for name in PLAN:
         given = json.loads(json.dumps(getattr(options, name)))
         if getattr(options, name) != getattr(defaults, name) and given != saved[name]:

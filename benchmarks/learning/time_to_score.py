@@ -181,7 +181,8 @@ def measure(
             return run_once(arguments, find, timeout, TORCHINDUCTOR_CACHE_DIR=str(place))
 
         for contestant in [x for x in contestants if x.cache == "warm"]:
-            run(contestant, 0, contestant.name, is_warm)
+            if why := run(contestant, 0, contestant.name, is_warm).get("failed"):
+                fail(f"{script} on {env_id}, {contestant.name}: the run that fills its cache failed, {why}")
         for i, seed in list(enumerate(seeds))[done:]:
             for contestant in contestants[:: 1 if i % 2 == 0 else -1]:
                 cache = f"{contestant.name} {seed}" if contestant.cache == "cold" else contestant.name

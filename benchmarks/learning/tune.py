@@ -244,6 +244,8 @@ def begin(options: Options) -> tuple[Options, Search, sweep.Journal]:
         if "settings" not in lines[0]:
             fail(f"the first line of {options.resume / 'journal.jsonl'}, with the settings, is damaged: begin anew")
         saved = {name: tuple(x) if isinstance(x, list) else x for name, x in lines[0]["settings"].items()}
+        if unknown := set(saved) - set(asdict(defaults)):
+            fail(f"{options.resume}: its settings are of another version: {', '.join(sorted(unknown))}")
         options = Options(**saved, resume=options.resume, out=options.resume)
     options, search = check(options)
     make_folder(options.out / "trials")

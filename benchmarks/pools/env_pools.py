@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from benchmarks.common import plots, processes, runs, steady, turns
 from benchmarks.common.programs import ROOT, SCRIPTS, check_once, check_positive, fail
-from benchmarks.common.results import Target, describe, make_folder, provenance, stoppable, table
+from benchmarks.common.results import Target, describe, make_folder, provenance, say_written, stoppable, table
 from benchmarks.pools import models as pool_models
 from benchmarks.pools import peers as pool_peers
 from benchmarks.pools.sleeping import CHANCE, STEP, TAIL, TALK, Sleeping
@@ -425,7 +425,7 @@ def check(options: Options) -> None:
     make_folder(options.out)
 
 
-def main(options: Options) -> None:
+def main(options: Options) -> int:
     check(options)
     tasks = {f"sleeping_{size}": partial(measure_sleeping, size) for size in options.sizes}
     tasks = {} if "sleeping" not in options.parts else tasks
@@ -440,4 +440,4 @@ def main(options: Options) -> None:
             targets[name].write(result, old <= new and before[name].get("rounds", 0) <= options.rounds)
             text = write_summary(options.out)
     print(text)
-    print(f"written to {options.out}: env_pools.md, env_pools.png, {', '.join(f'{name}.json' for name in tasks)}")
+    return say_written(options.out, targets.values(), "env_pools.md", "env_pools.png")

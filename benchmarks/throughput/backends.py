@@ -11,7 +11,6 @@ Leaves: in --out one JSON file per environment, and backends.md from all JSON fi
 """
 
 import importlib
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from benchmarks.common.results import (
     machine_of,
     make_folder,
     provenance,
+    say_written,
     stoppable,
     table,
 )
@@ -177,17 +177,13 @@ def main(options: Options) -> int:
     paths = {env_id: options.out / f"{env_id.rpartition(':')[2]}.json" for env_id in env_ids}
     targets = {env_id: Target(path, env_id=env_id) for env_id, path in paths.items()}
     load_all(options.out, "env_id", "rows")
-    kept, failed = f"the environments that were finished before lie in {options.out}", []
+    kept = f"the environments that were finished before lie in {options.out}"
     with stoppable(kept), tqdm(total=total, unit="run") as bar:
         for env_id, target in targets.items():
             found = [measure(env_id, num_envs, options, bar) for num_envs in counts[env_id]]
             own = {"script": TASKS[env_id].script, "env_id": env_id, "rounds": options.rounds, "rows": found}
             is_whole = all(throughput.is_whole(row["contestants"]) for row in found)
             target.write(own | {"provenance": provenance()}, is_whole)
-            failed += [env_id] * (not is_whole)
             text = write_summary(options.out)
     print(text)
-    print(f"written to {options.out}")
-    for env_id in failed:
-        print(f"failed: not all of {env_id}; an older result stays, and the new one lies beside it", file=sys.stderr)
-    return 1 if failed else 0
+    return say_written(options.out, targets.values(), "backends.md")

@@ -28,6 +28,7 @@ from benchmarks.common.results import (
     machine_of,
     make_folder,
     provenance,
+    say_written,
     stoppable,
     table,
 )
@@ -157,15 +158,11 @@ def main(options: Options) -> int:
     rungs = {script: [trick.name for trick in LADDERS[script]] for script in scripts}
     targets = {script: Target(options.out / f"{script}.json", rungs=rungs[script]) for script in scripts}
     load_all(options.out, "rungs")
-    kept, failed = f"the pairs that were finished before lie in {options.out}", []
+    kept = f"the pairs that were finished before lie in {options.out}"
     with stoppable(kept), tqdm(total=total, unit="run") as bar:
         for script, target in targets.items():
             result = measure(script, options, bar)
             target.write(result, throughput.is_whole(result["contestants"]))
-            failed += [script] * (not throughput.is_whole(result["contestants"]))
             text = write_summary(options.out)
     print(text)
-    print(f"written to {options.out}")
-    for script in failed:
-        print(f"failed: not all rungs of {script}; an older result stays, the new one lies beside it", file=sys.stderr)
-    return 1 if failed else 0
+    return say_written(options.out, targets.values(), "ladder.md", "ladder.png")

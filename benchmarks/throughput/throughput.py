@@ -55,6 +55,7 @@ from benchmarks.common.results import (
     machine_of,
     make_folder,
     provenance,
+    say_written,
     stoppable,
     table,
 )
@@ -211,10 +212,9 @@ def measure_ceilings(script: str, contestants: dict[str, dict], options: Options
         cache = {"TORCHINDUCTOR_CACHE_DIR": str(caches / name)}
         result, run = measure([*program, "sections", path, *flags, *base], options, **cache)
         bar.update()
-        if "failed" not in result:
-            times = steady.section_times(run.lines, SECTIONS)
-            parts = {"microseconds_per_step": {key: 1e6 * value for key, value in times.items()}}
-            ceilings["variants"][name] = parts
+        times = {} if "failed" in result else steady.section_times(run.lines, SECTIONS)
+        parts = {"microseconds_per_step": {key: 1e6 * value for key, value in times.items()}}
+        ceilings["variants"][name] = {"failed": result["failed"]} if "failed" in result else parts
     return ceilings
 
 
@@ -302,6 +302,8 @@ def contestant_cells(result: dict, name: str) -> list[str]:
 
 def ceiling_cells(result: dict, name: str) -> list[str]:
     """A row of the table of ceilings."""
+    if "failed" in result["ceilings"]["variants"][name]:
+        return [name, "failed", *["-"] * (len(SECTIONS) + 2)]
     times = result["ceilings"]["variants"][name]["microseconds_per_step"]
     alone, own = result["ceilings"]["env_only_steps_per_second"], result["contestants"][name].get("steps_per_second")
     shown = [f"{1e6 / alone:.1f}", *(f"{times[section]:.1f}" for section in (*SECTIONS, "rest"))]
@@ -328,6 +330,8 @@ def section(result: dict) -> list[str]:
             for name, value in result["published"].items()
         ]  # fmt: skip
     lines = [title, "", *table(header, cells), ""]
+    if "failed" in result.get("ceilings", {}):
+        lines += [f"The environment alone: {result['ceilings']['failed']}.", ""]
     if result.get("ceilings", {}).get("variants"):
         header = ["variant", "environment alone (µs/step)", "environment in the loop", "acting", "learning"]
         header += ["rest of the loop", "speed, of the environment's alone"]
@@ -339,6 +343,8 @@ def section(result: dict) -> list[str]:
     for peer, own in result.get("peer_versions", {}).items():
         lines += [f"{plots.label(peer)} has {', '.join(f'{name} {number}' for name, number in own.items())}.\n"]
     how = f"{result['rounds']} rounds, windows of {result['window_seconds']:g} s"
+    bad = {plots.label(name): len(x["failed"]) for name, x in result["contestants"].items() if x.get("failed")}
+    how += "".join(f"; {count} of {name} failed" for name, count in bad.items())
     return [*lines, f"{how}; measured {describe(result['provenance'])}", ""]
 
 
@@ -401,8 +407,15 @@ def check(options: Options) -> list[str]:
 
 
 def is_whole(contestants: dict[str, dict]) -> bool:
-    """Whether all contestants of a result were measured."""
-    return all("steps_per_second" in x for x in contestants.values())
+    """Whether all contestants of a result were measured in all rounds, and to their end if they ran as a whole."""
+    good = [x for x in contestants.values() if "steps_per_second" in x and not x.get("failed")]
+    return len(good) == len(contestants) and not any("failed" in x.get("whole", {}) for x in good)
+
+
+def has_ceilings(result: dict) -> bool:
+    """Whether the parts of each loop were measured, if that was asked for."""
+    ceilings = result.get("ceilings", {})
+    return not any("failed" in x for x in (ceilings, *ceilings.get("variants", {}).values()))
 
 
 def main(options: Options) -> int:
@@ -419,20 +432,16 @@ def main(options: Options) -> int:
     targets = {script: Target(path, **own[script]) for script, path in paths.items()}
     for target in targets.values():
         more = ["ceilings, which --no-ceilings would lack"] * ("ceilings" in target.old and not options.ceilings)
+        runs = [x for x in target.old.get("contestants", {}).values() if "steps" in x.get("whole", {})]
+        more += ["whole runs, which yours would lack without --whole-steps"] * (bool(runs) and not options.whole_steps)
         rounds = target.old.get("rounds", 0)
         more += [f"{rounds} rounds, more than yours"] * (rounds > options.rounds)
         if more:
             fail(f"{target.path} has {', and '.join(more)}: give another --out, or move it away")
-    failed = []
     with stoppable(kept), tqdm(total=total, unit="run") as bar:
         for script, target in targets.items():
             result = measure_script(script, options, bar)
-            target.write(result, is_whole(result["contestants"]))
-            failed += [script] * (not is_whole(result["contestants"]))
+            target.write(result, is_whole(result["contestants"]) and has_ceilings(result))
             text = write_summary(options.out)
     print(text)
-    names = ", ".join(path.name for path in paths.values())
-    print(f"written to {options.out}: throughput.md, throughput.png, {names}")
-    for script in failed:
-        print(f"failed: not all of {script}; an older result stays, and the new one lies beside it", file=sys.stderr)
-    return 1 if failed else 0
+    return say_written(options.out, targets.values(), "throughput.md", "throughput.png")

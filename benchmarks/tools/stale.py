@@ -156,7 +156,7 @@ def sources_of(path: Path, result: dict) -> Iterator[Source]:
         pairs = FAMILIES.values() if path.stem == "rollout" else ["ppo_env_pool"]
         files = [file for pair in pairs for file in twins(pair)]
     files, clean = files + makers(path, result), not origin["uncommitted_changes"]
-    pair = result.get("script", "")
+    pair = result["search"]["script"] if "search" in result else script or ""
     yield Source(name, origin["commit"], origin.get("command"), clean, files, pair, origin.get("changed_until"))
 
 
