@@ -117,7 +117,7 @@ class Report:
     """The output folder of a stage: the results so far, and the status of each part."""
 
     def __init__(self, out: Path, stage: str, is_dry_run: bool):
-        self.out, self.path, self.provenance = out, out / f"{stage}.md", provenance()
+        self.out, self.path = out, out / f"{stage}.md"
         self.status, self.lines = {}, {}
         self.title = "A dry run on a CPU: no figure below means anything" if is_dry_run else "Measured on one GPU"
 
@@ -127,9 +127,9 @@ class Report:
         if lines is not None:
             self.lines[part] = lines
             if isinstance(results, dict) and "provenance" not in results:
-                results = {"results": results, "provenance": self.provenance}
+                results = {"results": results, "provenance": provenance()}
             write_json(self.out / f"{part}.json", results)
-        text = [f"# {self.title}", "", describe(self.provenance), ""]
+        text = [f"# {self.title}", "", describe(provenance()), ""]
         text += [*table(["part", "status"], [list(x) for x in self.status.items()]), ""]
         text += [line for own in self.lines.values() for line in own]
         write_whole(self.path, "\n".join(text) + "\n")

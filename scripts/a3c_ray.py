@@ -79,7 +79,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
-    override: tuple[str, ...] = ()  # with --resume: new values, NAME=VALUE, for settings in CHANGEABLE
+    override: tuple[str, ...] = ()  # with --resume: NAME=VALUE of settings that may change; a wrong NAME lists them
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 10_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
@@ -938,7 +938,7 @@ def start_ray(args: Args):
     others = max(0, args.num_learners - 1)
     needs = {"CPU": args.num_runners * args.cpus_per_runner + others * args.cpus_per_learner}
     needs["GPU"] = args.num_runners * args.gpus_per_runner + others * args.gpus_per_learner
-    has = {"CPU": needs["CPU"], "GPU": torch.cuda.device_count()}  # here, more runners than cores take turns
+    has = {"CPU": needs["CPU"], "GPU": torch.cuda.device_count()}  # runners may share this machine's cores
     settings = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     try:
         if args.ray_address not in (None, "auto"):  # Ray itself would wait for minutes
@@ -1196,7 +1196,7 @@ class GradientRunners(RayRunners):
         super().__init__(args, run)
 
     def ask(self, index: int, count: int) -> None:
-        """In A3C, one request fewer than `RayRunners`: none when a gradient arrives, one when weights are published."""
+        """In A3C, a runner has one request at most, made when weights are published, not when a gradient arrives."""
         super().ask(index, count if self.args.sync_gradients else count - 1)
 
 
@@ -1369,7 +1369,7 @@ class Run:
         if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
         if starts := getattr(self.args, "learning_starts", 0):
-            starts += self.step * state.keys().isdisjoint({"buffer", "replay"})  # one not saved is filled again
+            starts += self.step * state.keys().isdisjoint({"buffer", "replay"})  # an unsaved one is refilled first
             if starts > self.args.learning_starts or starts >= self.args.total_timesteps:
                 print(f"note: nothing is learnt before step {starts:,}", file=sys.stderr)
         print(getattr(envs, "summary", f"environments: {self.args.env_id}"), file=sys.stderr)
@@ -1439,7 +1439,7 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Once for a step: write a line, with means over the episodes since the last one; save if that is due."""
+        """Write a line, with means over the episodes since the one before, and save if due; at most once for a step."""
         seconds = time.perf_counter() - self.start_time
         metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
@@ -1521,7 +1521,7 @@ class Run:
         if error:
             sys.exit(f"error: {error}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
-            print("this run was finished before; a greater --total-timesteps, in PPO by a rollout, lets it go on")
+            print("this run was finished before; a greater --total-timesteps (in PPO by a rollout) lets it go on")
         print(
             f"{self.step:,} steps in {self.seconds:.1f} s, mean return of the last {len(self.returns)} episodes "
             f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"

@@ -24,7 +24,7 @@ of V environments, with n-step returns and initial priorities. The learner (this
 learns from samples by priority, a fixed number per transition. --num-runners 0: all in this process, reproducibly.
 
 Departures from the paper: Adam instead of RMSProp; a new fragment replaces the oldest at once; each request to a runner
-carries weights. Logged returns are those of environments with an epsilon below 1 %, and of the smallest one.
+carries weights. Returns are logged of environments whose epsilon is below 1 %, and always of the smallest one's.
 
 Reading order: settings, network, formulas; `PrioritizedReplay`, `Runner`; `train`, which joins them. Then plumbing.
 """
@@ -78,7 +78,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
-    override: tuple[str, ...] = ()  # with --resume: new values, NAME=VALUE, for settings in CHANGEABLE
+    override: tuple[str, ...] = ()  # with --resume: NAME=VALUE of settings that may change; a wrong NAME lists them
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 10_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
@@ -241,7 +241,7 @@ class PrioritizedReplay:
         self.tree[leaf] = np.where(priority > 0, priority**self.args.priority_exponent, 0)  # 0**0 would be 1
 
     def sample(self, count: int) -> tuple[np.ndarray, ...] | None:
-        """`count` batches, N rows in all: places (N,), observations (N, O), those after the return (N, O), rows (N, 4).
+        """`count` batches, N rows in all: places (N,), observations (N, O), those to bootstrap from, rows (N, 4).
 
         A row: action, n-step return, discount, importance weight (section 3.4 of Schaul et al.). None if it is empty.
         """
@@ -254,7 +254,7 @@ class PrioritizedReplay:
         return place, obs, next_obs, np.column_stack([rows, weight.ravel().astype(np.float32)])
 
     def prioritize(self, place: np.ndarray, error: np.ndarray) -> None:
-        """Set priorities from absolute errors, at places from `sample` that have not been overwritten since."""
+        """Set priorities from absolute errors, at places from `sample`; those overwritten since are skipped."""
         leaf, is_there = self.fragments.find(place)
         self.tree[leaf[is_there]] = (error[is_there] + 1e-6) ** self.args.priority_exponent
 
@@ -530,7 +530,7 @@ class Adam(nn.Module):
 def compiled(device: torch.device, *functions, **more_options):
     """The functions, each compiled into one graph, gradients included; SystemExit(2) where nothing can be compiled.
 
-    A graph that breaks at the gradient is slower, 1.6 times for PPO. On a CPU, kernels are launched from C++ instead of
+    Broken at the gradient, an update of PPO would take 1.6 times as long. On a CPU, kernels are launched from C++, not
     Python, random numbers come from PyTorch's own kernels, and the test for AVX support of the C++ compiler is skipped:
     it takes a second at each start, five with an empty cache. A call checks only tensors (shape, type, device);
     `refuse_changes` checks everything else that was compiled in. `more_options` are further ones of Inductor.
@@ -584,8 +584,8 @@ def length(container, _key) -> int | str:
 def readings(name: str, value, seen: set, names: set):
     """Yield (name, how to read it, from what, by which key) for all that a function or object reaches by name.
 
-    `seen` collects the ids of visited objects, `names` all names that occur in code. In libraries, which keep caches,
-    only numeric attributes count.
+    `seen` collects the ids of visited objects, `names` all names that occur in code. Of library objects only
+    numbers and strings are read: the rest may be caches, which change.
     """
     if not isinstance(value, nn.Module):  # unwrap CUDA graphs, compiled functions, methods and properties
         value = getattr(value, "module", value)
@@ -693,6 +693,7 @@ def check_equal(names: list[str], first: list, now: list) -> None:
         is_number = isinstance(old, bool | int | float | str | np.generic | None)
         if is_number and (type(new) is not type(old) or new != old):
             advice = "make it a tensor on the learner's device and change it in place, like `optimizer.learning_rate`"
+            advice += "; to Ray's runners, send it by `publish`" * ("ray" in sys.modules)
             if name.endswith("training"):
                 advice = "a copy of the module, by deepcopy, can be in the other mode all the time"
             if name.startswith(("the length of", "the entries of")):
@@ -1120,7 +1121,7 @@ class SumTree:
 
 
 class Fragments:
-    """The last fragments, each in one piece, with the rows before and after that its transitions refer to.
+    """The newest fragments, each with the rows before and after it that its stacks and returns need.
 
     A place is slot + capacity * generation: the slot is a transition's position, the generation counts how often the
     fragment there has been overwritten. So a priority that arrives too late has an old generation and is dropped.
@@ -1269,7 +1270,7 @@ def start_ray(args: Args):
     others = max(0, args.num_learners - 1)
     needs = {"CPU": args.num_runners * args.cpus_per_runner + others * args.cpus_per_learner}
     needs["GPU"] = args.num_runners * args.gpus_per_runner + others * args.gpus_per_learner
-    has = {"CPU": needs["CPU"], "GPU": torch.cuda.device_count()}  # here, more runners than cores take turns
+    has = {"CPU": needs["CPU"], "GPU": torch.cuda.device_count()}  # runners may share this machine's cores
     settings = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     try:
         if args.ray_address not in (None, "auto"):  # Ray itself would wait for minutes
@@ -1553,8 +1554,8 @@ class Replay:
     def write_back(self, error: Tensor) -> None:
         """Take the errors of a batch; after the last batch of a draw, set the priorities of the draw before it.
 
-        So the host waits for a GPU only to send batches and to read weights: errors are read after the next batches
-        have been learnt from.
+        So errors are read when a GPU has long computed them, and the host waits for it only to send batches and to
+        read weights.
         """
         self.errors.append(error)
         if self.batches:
@@ -1915,7 +1916,7 @@ class Run:
         if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
         if starts := getattr(self.args, "learning_starts", 0):
-            starts += self.step * state.keys().isdisjoint({"buffer", "replay"})  # one not saved is filled again
+            starts += self.step * state.keys().isdisjoint({"buffer", "replay"})  # an unsaved one is refilled first
             if starts > self.args.learning_starts or starts >= self.args.total_timesteps:
                 print(f"note: nothing is learnt before step {starts:,}", file=sys.stderr)
         print(getattr(envs, "summary", f"environments: {self.args.env_id}"), file=sys.stderr)
@@ -1985,7 +1986,7 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Once for a step: write a line, with means over the episodes since the last one; save if that is due."""
+        """Write a line, with means over the episodes since the one before, and save if due; at most once for a step."""
         seconds = time.perf_counter() - self.start_time
         metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
@@ -2067,7 +2068,7 @@ class Run:
         if error:
             sys.exit(f"error: {error}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
-            print("this run was finished before; a greater --total-timesteps, in PPO by a rollout, lets it go on")
+            print("this run was finished before; a greater --total-timesteps (in PPO by a rollout) lets it go on")
         print(
             f"{self.step:,} steps in {self.seconds:.1f} s, mean return of the last {len(self.returns)} episodes "
             f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"

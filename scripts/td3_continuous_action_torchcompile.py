@@ -69,7 +69,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
-    override: tuple[str, ...] = ()  # with --resume: new values, NAME=VALUE, for settings in CHANGEABLE
+    override: tuple[str, ...] = ()  # with --resume: NAME=VALUE of settings that may change; a wrong NAME lists them
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 1_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
@@ -80,7 +80,7 @@ class Args:
     # environment
     env_id: str = "HalfCheetah-v4"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Box actions
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several environments, if faster
-    sync_envs: bool = False  # step several environments in this process: best where a step takes microseconds
+    sync_envs: bool = False  # step all environments in this process, in turn: best where a step takes microseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps in the whole run
     num_envs: int = 1  # environments side by side
@@ -488,7 +488,7 @@ class Adam(nn.Module):
 def compiled(device: torch.device, *functions, **more_options):
     """The functions, each compiled into one graph, gradients included; SystemExit(2) where nothing can be compiled.
 
-    A graph that breaks at the gradient is slower, 1.6 times for PPO. On a CPU, kernels are launched from C++ instead of
+    Broken at the gradient, an update of PPO would take 1.6 times as long. On a CPU, kernels are launched from C++, not
     Python, random numbers come from PyTorch's own kernels, and the test for AVX support of the C++ compiler is skipped:
     it takes a second at each start, five with an empty cache. A call checks only tensors (shape, type, device);
     `refuse_changes` checks everything else that was compiled in. `more_options` are further ones of Inductor.
@@ -542,8 +542,8 @@ def length(container, _key) -> int | str:
 def readings(name: str, value, seen: set, names: set):
     """Yield (name, how to read it, from what, by which key) for all that a function or object reaches by name.
 
-    `seen` collects the ids of visited objects, `names` all names that occur in code. In libraries, which keep caches,
-    only numeric attributes count.
+    `seen` collects the ids of visited objects, `names` all names that occur in code. Of library objects only
+    numbers and strings are read: the rest may be caches, which change.
     """
     if not isinstance(value, nn.Module):  # unwrap CUDA graphs, compiled functions, methods and properties
         value = getattr(value, "module", value)
@@ -651,6 +651,7 @@ def check_equal(names: list[str], first: list, now: list) -> None:
         is_number = isinstance(old, bool | int | float | str | np.generic | None)
         if is_number and (type(new) is not type(old) or new != old):
             advice = "make it a tensor on the learner's device and change it in place, like `optimizer.learning_rate`"
+            advice += "; to Ray's runners, send it by `publish`" * ("ray" in sys.modules)
             if name.endswith("training"):
                 advice = "a copy of the module, by deepcopy, can be in the other mode all the time"
             if name.startswith(("the length of", "the entries of")):
@@ -1110,7 +1111,7 @@ class Run:
         if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
         if starts := getattr(self.args, "learning_starts", 0):
-            starts += self.step * state.keys().isdisjoint({"buffer", "replay"})  # one not saved is filled again
+            starts += self.step * state.keys().isdisjoint({"buffer", "replay"})  # an unsaved one is refilled first
             if starts > self.args.learning_starts or starts >= self.args.total_timesteps:
                 print(f"note: nothing is learnt before step {starts:,}", file=sys.stderr)
         print(getattr(envs, "summary", f"environments: {self.args.env_id}"), file=sys.stderr)
@@ -1180,7 +1181,7 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Once for a step: write a line, with means over the episodes since the last one; save if that is due."""
+        """Write a line, with means over the episodes since the one before, and save if due; at most once for a step."""
         seconds = time.perf_counter() - self.start_time
         metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
@@ -1262,7 +1263,7 @@ class Run:
         if error:
             sys.exit(f"error: {error}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
-            print("this run was finished before; a greater --total-timesteps, in PPO by a rollout, lets it go on")
+            print("this run was finished before; a greater --total-timesteps (in PPO by a rollout) lets it go on")
         print(
             f"{self.step:,} steps in {self.seconds:.1f} s, mean return of the last {len(self.returns)} episodes "
             f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"

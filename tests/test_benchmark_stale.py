@@ -149,6 +149,10 @@ def test_code_that_changes_while_it_is_measured_is_noticed(tmp_path, monkeypatch
     last = commit("scripts/y.py")
     own = results.provenance()
     assert own["commit"] == first and own["changed_until"] == last and last[:12] in results.commit_of(own)
+    begun = {"commit": first, "uncommitted_changes": False}  # by a process that was stopped
+    results.code_at_start.cache_clear()
+    assert results.provenance()["commit"] == last
+    assert results.provenance(begun)["commit"] == first and results.provenance(begun)["changed_until"] == last
     results.code_at_start.cache_clear()
 
 

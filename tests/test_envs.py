@@ -370,7 +370,7 @@ def is_alive(pid: int) -> bool:
 
 def test_mujoco_may_say_that_a_simulation_is_unstable(capfd):
     """Then it resets the physics within an episode. Nothing else would show that; what is deprecated is not said."""
-    env = ENVS.make_env("HalfCheetah-v4", {})
+    env = ENVS.make_env(gym.registry["HalfCheetah-v4"], {})
     env.reset(seed=1)
     assert "MuJoCo" not in capfd.readouterr().err
     env.unwrapped.data.qvel[:] = 1e12

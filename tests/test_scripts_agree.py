@@ -36,6 +36,8 @@ HEADINGS = (
     ["Collect", "Learn", "Log"],  # V-trace is part of learning
 )
 
+README = (ROOT / "README.md").read_text()
+
 each_script = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 each_pair = pytest.mark.parametrize(("eager", "compiled"), PAIRS, ids=lambda path: path.stem)
 
@@ -151,6 +153,32 @@ def test_readme_lists_the_pair(eager, compiled):
     links = [f"[{path.name}](scripts/{path.name})" for path in (eager, compiled)]
     row = f"| {links[0]} | {links[1]} | {changed_lines(eager, compiled)} lines |"
     assert row in (ROOT / "README.md").read_text()
+
+
+METRIC = r"\b((?:charts|info|losses|pool|replay|runners|time)/\w+)\b"
+
+
+def page_of(path: Path) -> str:
+    """The page in docs/ that README links beside a script."""
+    return next(
+        re.search(r"docs/\w+\.md", row).group() for row in README.splitlines() if f"(scripts/{path.name})" in row
+    )
+
+
+@each_pair
+def test_docs_explain_each_metric_that_is_logged_and_no_other(eager, compiled):
+    """Pages of scripts over Ray refer to IMPALA's and, for its losses, A3C's to PPO's."""
+    page = page_of(eager)
+    pages = [page, *["docs/impala.md"] * eager.stem.endswith("_ray"), *["docs/ppo.md"] * (page == "docs/a3c.md")]
+    explained = {name for name in pages for name in re.findall(METRIC, (ROOT / name).read_text())}
+    logged = set(re.findall(rf"[\"']{METRIC}[\"']", eager.read_text()))
+    assert logged == set(re.findall(rf"[\"']{METRIC}[\"']", compiled.read_text()))
+    assert len(logged) > 5 and logged <= explained
+    # In its tables; some names are put together, as `time/...` and `runners/...` are, so the last part must be there
+    rows = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("| `")]
+    texts = [path.read_text() for path, _ in PAIRS if page_of(path) == page]
+    for name in re.findall(METRIC, "\n".join(row.split("|")[1] for row in rows)):
+        assert any(re.search(rf"\b{name.split('/')[1]}\b", text) for text in texts), name
 
 
 def test_readme_shows_the_diff_as_it_is():

@@ -106,9 +106,12 @@ def code_at_start() -> dict:
     return code_state()
 
 
-def provenance() -> dict:
-    """What every result's JSON file records: the code's state at the start, whether it changed, and the machine."""
-    start, now = code_at_start(), code_state()
+def provenance(since: dict | None = None) -> dict:
+    """What every result's JSON file records: the code's state at the start, whether it changed, and the machine.
+
+    `since` is what this said when the work began, if another process began it.
+    """
+    start, now = since or code_at_start(), code_state()
     has_changed = bool(git("diff", "--name-only", f"{start['commit']}", f"{now['commit']}", "--", *CODE))
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

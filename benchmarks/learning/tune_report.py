@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.common import plots, runs, stats
 from benchmarks.common.programs import SCRIPTS, fields_of
-from benchmarks.common.results import estimate, make_folder, write_json
+from benchmarks.common.results import estimate, make_folder, provenance, write_json
 from benchmarks.learning import sweep
 from benchmarks.learning.report import MIN_SEEDS
 from benchmarks.learning.tune import ORIGIN, Options, Search
@@ -272,8 +272,9 @@ def finish(options: Options, search: Search, histories: list[History]) -> int:
         return 1
     settings = best.last["settings"]
     defaults = {name: field.default for name, field in fields_of(options.script).items() if name in settings}
+    origin = json.loads((options.out / ORIGIN).read_text())
     result = {
-        "provenance": json.loads((options.out / ORIGIN).read_text()),
+        "provenance": provenance(origin) | {name: origin[name] for name in ("date", "command")},
         "search": {k: v for k, v in asdict(options).items() if k not in PATHS},
     }
     result |= {"trials": rows, "steps": sum(x.last["steps"] for x in histories) * options.seeds_per_trial}

@@ -204,7 +204,7 @@ TD3 = (
         texts=(
             (
                 "    modules = {True: critics[0], False: deepcopy(critics[0]).eval()}  "
-                "# run an ensemble that is in training mode, or not\n"
+                "# for weights in training and in eval mode\n"
                 "    critics = TensorDictParams(from_modules(*critics).apply("
                 "lambda x: x.mT.contiguous() if x.ndim == 3 else x))\n",
                 "",
