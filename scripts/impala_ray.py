@@ -520,7 +520,7 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     obs = (rng.normal(size=(64, obs_dim)) * np.logspace(-1, 2, 64)[:, None]).astype(np.float32)
     own = [vars(part) for part in module.modules() if not type(part).__module__.startswith("torch.")]
     floats = [(values, name, x) for values in own for name, x in values.items() if type(x) is float]
-    state = [x for values in own for x in values.values() if isinstance(x, Tensor)]
+    state = [x for values in own for x in values.values() if isinstance(x, Tensor) and x.is_contiguous()]
     state += [*module.parameters(), *module.buffers()]
     first = [x.clone() for x in state]
     for values, name, x in floats:

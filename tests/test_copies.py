@@ -879,6 +879,7 @@ def test_a_policy_that_a_schedule_will_change_is_refused(sharpness, capsys):
     with pytest.raises(SystemExit):
         plumbing.check_policy(plumbing.numpy_mlp(net.actor), net, net, 3)
     assert "the policy that acts differs" in capsys.readouterr().err
+    net.unused = torch.zeros(1).expand(3)  # which nothing can change in place
     acting = torch.no_grad()(lambda obs: net(torch.from_numpy(obs)).numpy())
     plumbing.check_policy(acting, torch.no_grad()(net), net, 3)
     assert net.sharpness == 1
