@@ -1,6 +1,7 @@
 """Whatever steps the environments, the loop sees the same: late autoreset, flat observations, all bounds, own seeds."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -345,20 +346,24 @@ def test_workers_that_hang_end_with_their_parent(tmp_path):
         "if __name__ == '__main__':\n"
         "    envs = script.Envs(script.Args(env_id='hangs:Hang-v0', num_envs=2), [1, 2])\n"
         "    envs.reset()\n"
-        "    print(*[process.pid for process in envs.vector.processes], flush=True)\n"
+        "    script.Path('pids').write_text(' '.join(str(process.pid) for process in envs.vector.processes))\n"
         "    threading.Timer(0.5, lambda: os._exit(0)).start()\n"
         "    envs.step(script.np.zeros((2, 1), script.np.float32))\n"
     )
     (tmp_path / "main.py").write_text(code)
     paths = os.pathsep.join([str(tmp_path), str(ROOT / "tests"), str(ROOT)])
     environment = os.environ | {"PYTHONPATH": paths}
-    program = [sys.executable, str(tmp_path / "main.py")]
-    done = subprocess.run(program, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    pids = [int(word) for word in done.stdout.split()]
+    with (tmp_path / "output").open("w") as output:  # a pipe would stay open in what hangs
+        program = [sys.executable, str(tmp_path / "main.py")]
+        subprocess.run(program, cwd=tmp_path, env=environment, stdout=output, stderr=output, check=True, timeout=120)
+    pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline and any(is_alive(pid) for pid in pids):
         time.sleep(0.2)
-    assert len(pids) == 2 and not any(is_alive(pid) for pid in pids)
+    left = [pid for pid in pids if is_alive(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert len(pids) == 2 and not left
 
 
 def is_alive(pid: int) -> bool:
