@@ -70,24 +70,26 @@ def test_a_changed_script_is_seen(source, tmp_path, monkeypatch):
         (tmp_path / name).write_text(content)
         monkeypatch.setattr(stale, "ROOT", tmp_path)
         stale.has_changed.cache_clear()
-        assert stale.has_changed(name, commit, "ppo", "learning") is changed
+        assert stale.has_changed(name, commit, "ppo", "learning/ppo/report.json") is changed
     stale.has_changed.cache_clear()
 
 
-# Whether results in a folder, of a pair, at each of five commits are stale, after each of them
+# Whether results in a file, of a pair, at each of five commits are stale, after each of them
 NONE, SECOND = [[False] * i for i in range(1, 6)], [True, True, False]
 EXPECTED = {
-    ("learning", "ppo"): [*NONE[:4], [True] * 4 + [False]],
-    ("throughput", "ppo"): [*NONE[:3], [True] * 3 + [False], [True] * 4 + [False]],
-    ("learning", "sac"): [*NONE[:2], SECOND, [*SECOND, False], [True] * 4 + [False]],
-    ("throughput", "sac"): [*NONE[:2], SECOND, [True] * 3 + [False], [True] * 4 + [False]],
+    ("learning/all/b.json", "ppo"): [*NONE[:4], [True] * 4 + [False]],
+    ("throughput/a.json", "ppo"): [*NONE[:3], [True] * 3 + [False], [True] * 4 + [False]],
+    ("learning/sac/a.json", "sac"): [*NONE[:2], SECOND, [*SECOND, False], [True] * 4 + [False]],
+    ("learning/all/b.json", "sac"): [*NONE[:2], SECOND, [*SECOND, False], [True] * 4 + [False]],
+    ("learning/all/c.json", "sac"): [*NONE[:2], SECOND, [True] * 3 + [False], [True] * 4 + [False]],
+    ("throughput/a.json", "sac"): [*NONE[:2], SECOND, [True] * 3 + [False], [True] * 4 + [False]],
 }
 
 
 def test_a_commit_may_say_that_results_stay(tmp_path, monkeypatch):
     """A file of five commits: all results from before the second stay, from before the third those of two pairs.
 
-    From before the fourth those in two folders, and from before the fifth none.
+    From before the fourth those in two folders and one file, and from before the fifth none.
     """
 
     def run(*words):
@@ -101,7 +103,7 @@ def test_a_commit_may_say_that_results_stay(tmp_path, monkeypatch):
     own = ("-c", "user.email=a@b", "-c", "user.name=a")
     commits = []
     stays = "Results-stay: only an error is worded otherwise"
-    lines = "", stays, "Results-stay-of: dqn ppo", "Results-stay-in: inference learning", ""
+    lines = "", stays, "Results-stay-of: dqn ppo", "Results-stay-in: inference learning/sac learning/all/b.json", ""
     for i, line in enumerate(lines):
         (tmp_path / "scripts" / "x.py").write_text(f"print({i})\n")
         run("add", ".")
@@ -109,9 +111,9 @@ def test_a_commit_may_say_that_results_stay(tmp_path, monkeypatch):
         commits.append(run("rev-parse", "HEAD"))
         for cached in (stale.has_changed, stale.code_at, stale.keeps_results):
             cached.cache_clear()
-        for (folder, pair), expected in EXPECTED.items():
-            found = [stale.has_changed("scripts/x.py", commit, pair, folder) for commit in commits]
-            assert found == expected[i], (folder, pair)
+        for (result, pair), expected in EXPECTED.items():
+            found = [stale.has_changed("scripts/x.py", commit, pair, result) for commit in commits]
+            assert found == expected[i], (result, pair)
     for cached in (stale.has_changed, stale.code_at, stale.keeps_results):
         cached.cache_clear()
 

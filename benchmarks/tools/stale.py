@@ -4,8 +4,8 @@ A result is fresh if it names the command that made it, if its commit is in the 
 without another commit while it ran, and if the scripts that it measured have not changed since, nor the code that
 drives its peers or makes its rungs. Changes to comments, docstrings and formatting do not count, nor does a commit
 whose message has a line `Results-stay: REASON` that says why its changes can't affect any result, a line
-`Results-stay-of: PAIR PAIR ...` for results of these pairs, or a line `Results-stay-in: FOLDER FOLDER ...` for results
-in these folders of benchmarks/results, such as learning.
+`Results-stay-of: PAIR PAIR ...` for results of these pairs, or a line `Results-stay-in: PATH PATH ...` for results in
+these folders or files of benchmarks/results, such as learning or learning/dqn.
 
 With --note stale results are listed in benchmarks/results/stale.json, from which `./run.sh readme` marks them in its
 tables. A test fails if a stale result is not listed there, or a fresh one is: measure again, or note and mark it.
@@ -74,26 +74,25 @@ def code_at(file: str, commit: str) -> str:
 
 
 @cache
-def keeps_results(commit: str, pair: str, folder: str) -> bool:
-    """Whether a commit declares that earlier results, or those of a pair or in a folder, stay valid."""
+def keeps_results(commit: str, pair: str, file: str) -> bool:
+    """Whether a commit declares that earlier results, or those of a pair, in a folder or in a file, stay valid."""
     keys = "Results-stay", "Results-stay-of", "Results-stay-in"
-    of_all, of_pairs, in_folders = (
-        git("log", "-1", f"--format=%(trailers:key={key},valueonly)", commit) for key in keys
-    )
-    return bool(of_all) or pair in of_pairs.split() or folder in in_folders.split()
+    of_all, of_pairs, in_paths = (git("log", "-1", f"--format=%(trailers:key={key},valueonly)", commit) for key in keys)
+    places = {file, *map(str, Path(file).parents)}
+    return bool(of_all) or pair in of_pairs.split() or not places.isdisjoint(in_paths.split())
 
 
 @cache
-def has_changed(file: str, commit: str, pair: str, folder: str) -> bool:
+def has_changed(file: str, commit: str, pair: str, result: str) -> bool:
     """Whether a file behaves differently today than at a commit, apart from changes declared not to affect a result.
 
-    The result is one of a pair, in a folder of the results.
+    The result is one of a pair, in a file of the results.
     """
     then, now = code_at(file, commit), code((ROOT / file).read_text())
     if not then or then == now:
         return not then
     for later in (git("log", "--reverse", "--format=%H", f"{commit}..HEAD", "--", file) or "").split():
-        if code_at(file, later) != then and not keeps_results(later, pair, folder):
+        if code_at(file, later) != then and not keeps_results(later, pair, result):
             return True
         then = code_at(file, later)
     return then != now
@@ -106,8 +105,8 @@ def reasons(source: Source) -> list[str]:
         return [*found, f"commit {(source.commit or 'none')[:12]} is not in the history"]
     found += [] if source.is_clean else ["it was made with uncommitted changes"]
     found += [f"the code changed while it ran, until {source.changed_until[:12]}"] if source.changed_until else []
-    folder = source.name.partition("/")[0]
-    changed = [file for file in source.files if has_changed(file, source.commit, source.pair, folder)]
+    result = source.name.partition(":")[0]
+    changed = [file for file in source.files if has_changed(file, source.commit, source.pair, result)]
     return found + [f"{Path(file).name} has changed" for file in changed]
 
 
