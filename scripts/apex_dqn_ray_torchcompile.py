@@ -135,7 +135,9 @@ class Args:
         """Each replay shard takes a core, as each further learner does in other scripts."""
         return 1 + self.replay_shards * bool(self.num_runners)
 
-    sync_envs = property(lambda args: not args.async_envs)  # `Envs` reads this name
+    # `Envs` reads these two. EnvPool's threads in a runner are its share of this machine's cores, or those it reserves
+    sync_envs = property(lambda args: not args.async_envs)
+    env_threads = property(lambda args: max(1, int(args.cpus_per_runner), num_cores() // max(1, args.num_runners)))
 
 
 METRICS = "losses/td_loss", "losses/q_values", "losses/td_error"
@@ -263,11 +265,8 @@ class Runner:
     """The paper's actor: V environments, each with its own epsilon, and a copy of the network, which steps them."""
 
     def __init__(self, args: Args, seeds: list[int]):
-        backend = choose_backend(args.env_id, args.env_backend, in_process=len(seeds) == 1 or args.async_envs)
-        self.args, self.envs = args, Envs(replace(args, env_backend=backend), seeds)
+        self.args, self.envs = args, open_envs(args, seeds)
         space, self.actions = self.envs.observation_space, self.envs.action_space
-        if not isinstance(self.actions, gym.spaces.Discrete):
-            fail(f"{args.env_id} has actions {self.actions}; this script is for Discrete actions")
         num_actions, (self.num_frames, kind) = int(self.actions.n), stack_of(space)
         self.network = QNetwork(space, num_actions, args.dueling)
         check_layers(self.network)
@@ -931,8 +930,8 @@ class Envs:
             warnings.filterwarnings("ignore", ".*precision lowered")  # by EnvPool's spaces
             self.backend = choose_backend(args.env_id, args.env_backend, in_process)
             if self.backend == "envpool":
-                settings = without(settings, {"num_envs", "seed", "batch_size"})
-                settings = {"num_threads": min(len(seeds), num_cores()), **settings, "num_envs": len(seeds)}
+                settings = without(settings, {"num_envs", "seed", "batch_size"}) | {"num_envs": len(seeds)}
+                settings = {"num_threads": min(len(seeds), getattr(args, "env_threads", num_cores()))} | settings
                 self.vector = importlib.import_module("envpool").make_gymnasium(args.env_id, seed=seeds, **settings)
                 self.observation_space, self.action_space = self.vector.observation_space, self.vector.action_space
             else:
@@ -1034,6 +1033,21 @@ def warn_of_pixels(space: gym.Space, obs_dim: int) -> None:
 def stack_of(space: gym.Space) -> tuple[int, type]:
     """How many frames an observation is a stack of, and what a number in it is; a vector is one frame."""
     return (space.shape[0], np.uint8) if sees_frames(space) else (1, np.float32)
+
+
+def check_actions(args: Args, space: gym.Space) -> None:
+    if not isinstance(space, gym.spaces.Discrete):
+        fail(f"{args.env_id} has actions {space}; this script is for Discrete actions")
+
+
+def open_envs(args: Args, seeds: list[int]) -> Envs:
+    """The environments of a runner, by the backend that is faster for so many."""
+    backend = choose_backend(args.env_id, args.env_backend, in_process=len(seeds) == 1 or args.async_envs)
+    envs = Envs(replace(args, env_backend=backend), seeds)
+    check_actions(args, envs.action_space)
+    if vars(args).get("norm_obs") and sees_frames(envs.observation_space):
+        fail("--norm-obs is for vectors; frames are divided by 255 as they are")
+    return envs
 
 
 def get_weights(module: nn.Module) -> np.ndarray:

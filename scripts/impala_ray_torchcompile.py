@@ -123,7 +123,9 @@ class Args:
     # compile: two switches, to measure what each of the two steps gains
     compile: bool = True  # fuse the operations of an update, from V-trace to Adam, into a few kernels
     cudagraphs: bool = True  # on CUDA, replay the kernels of an update as one graph, in one launch
-    sync_envs = property(lambda args: not args.async_envs)  # `Envs` reads this name
+    # `Envs` reads these two. EnvPool's threads in a runner are its share of this machine's cores, or those it reserves
+    sync_envs = property(lambda args: not args.async_envs)
+    env_threads = property(lambda args: max(1, int(args.cpus_per_runner), num_cores() // max(1, args.num_runners)))
 
 
 METRICS = "losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/approx_kl", "losses/rho"
@@ -273,9 +275,7 @@ class Runner:
     """The paper's actor: V environments and a copy of the policy, which steps them T times with the same weights."""
 
     def __init__(self, args: Args, seeds: list[int]):
-        backend = choose_backend(args.env_id, args.env_backend, in_process=len(seeds) == 1 or args.async_envs)
-        self.args, self.envs = args, Envs(replace(args, env_backend=backend), seeds)
-        check_actions(args, self.envs.action_space)
+        self.args, self.envs = args, open_envs(args, seeds)
         self.agent = ActorCritic(self.envs.observation_space, self.envs.action_space)
         check_layers(self.agent)
         if self.agent.sees_frames:
@@ -902,8 +902,8 @@ class Envs:
             warnings.filterwarnings("ignore", ".*precision lowered")  # by EnvPool's spaces
             self.backend = choose_backend(args.env_id, args.env_backend, in_process)
             if self.backend == "envpool":
-                settings = without(settings, {"num_envs", "seed", "batch_size"})
-                settings = {"num_threads": min(len(seeds), num_cores()), **settings, "num_envs": len(seeds)}
+                settings = without(settings, {"num_envs", "seed", "batch_size"}) | {"num_envs": len(seeds)}
+                settings = {"num_threads": min(len(seeds), getattr(args, "env_threads", num_cores()))} | settings
                 self.vector = importlib.import_module("envpool").make_gymnasium(args.env_id, seed=seeds, **settings)
                 self.observation_space, self.action_space = self.vector.observation_space, self.vector.action_space
             else:
@@ -1005,6 +1005,16 @@ def warn_of_pixels(space: gym.Space, obs_dim: int) -> None:
 def check_actions(args: Args, space: gym.Space) -> None:
     if not isinstance(space, gym.spaces.Discrete) and (space.dtype is None or space.dtype.kind != "f"):
         fail(f"{args.env_id} has actions {space}; this script takes Discrete or float actions")
+
+
+def open_envs(args: Args, seeds: list[int]) -> Envs:
+    """The environments of a runner, by the backend that is faster for so many."""
+    backend = choose_backend(args.env_id, args.env_backend, in_process=len(seeds) == 1 or args.async_envs)
+    envs = Envs(replace(args, env_backend=backend), seeds)
+    check_actions(args, envs.action_space)
+    if vars(args).get("norm_obs") and sees_frames(envs.observation_space):
+        fail("--norm-obs is for vectors; frames are divided by 255 as they are")
+    return envs
 
 
 def get_weights(module: nn.Module) -> np.ndarray:

@@ -129,7 +129,9 @@ class Args:
     compile: bool = True  # fuse the operations of a minibatch's update, from gather to Adam, into a few kernels
     cudagraphs: bool = True  # on CUDA, replay the kernels of an epoch as one graph, in one launch
 
-    sync_envs = property(lambda args: not args.async_envs)  # `Envs` reads this name
+    # `Envs` reads these two. EnvPool's threads in a runner are its share of this machine's cores, or those it reserves
+    sync_envs = property(lambda args: not args.async_envs)
+    env_threads = property(lambda args: max(1, int(args.cpus_per_runner), num_cores() // max(1, args.num_runners)))
 
 
 METRICS = (  # in the order in which `gradient` stacks them
@@ -1024,8 +1026,8 @@ class Envs:
             warnings.filterwarnings("ignore", ".*precision lowered")  # by EnvPool's spaces
             self.backend = choose_backend(args.env_id, args.env_backend, in_process)
             if self.backend == "envpool":
-                settings = without(settings, {"num_envs", "seed", "batch_size"})
-                settings = {"num_threads": min(len(seeds), num_cores()), **settings, "num_envs": len(seeds)}
+                settings = without(settings, {"num_envs", "seed", "batch_size"}) | {"num_envs": len(seeds)}
+                settings = {"num_threads": min(len(seeds), getattr(args, "env_threads", num_cores()))} | settings
                 self.vector = importlib.import_module("envpool").make_gymnasium(args.env_id, seed=seeds, **settings)
                 self.observation_space, self.action_space = self.vector.observation_space, self.vector.action_space
             else:
@@ -1201,7 +1203,7 @@ def open_envs(args: Args, seeds: list[int]) -> Envs:
     backend = choose_backend(args.env_id, args.env_backend, in_process or args.async_envs)
     envs = Envs(replace(args, env_backend=backend), seeds)
     check_actions(args, envs.action_space)
-    if args.norm_obs and sees_frames(envs.observation_space):
+    if vars(args).get("norm_obs") and sees_frames(envs.observation_space):
         fail("--norm-obs is for vectors; frames are divided by 255 as they are")
     return envs
 

@@ -804,8 +804,8 @@ class Envs:
             warnings.filterwarnings("ignore", ".*precision lowered")  # by EnvPool's spaces
             self.backend = choose_backend(args.env_id, args.env_backend, in_process)
             if self.backend == "envpool":
-                settings = without(settings, {"num_envs", "seed", "batch_size"})
-                settings = {"num_threads": min(len(seeds), num_cores()), **settings, "num_envs": len(seeds)}
+                settings = without(settings, {"num_envs", "seed", "batch_size"}) | {"num_envs": len(seeds)}
+                settings = {"num_threads": min(len(seeds), getattr(args, "env_threads", num_cores()))} | settings
                 self.vector = importlib.import_module("envpool").make_gymnasium(args.env_id, seed=seeds, **settings)
                 self.observation_space, self.action_space = self.vector.observation_space, self.vector.action_space
             else:

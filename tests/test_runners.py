@@ -44,6 +44,46 @@ def test_a_fragment_that_comes_too_late_counts_but_for_its_steps(name):
     assert runners.seconds["acting"] == 4 and runners.infos["is_success"] == [1, 1]
 
 
+# Environments of a runner
+
+
+@pytest.mark.parametrize("name", RAY)
+def test_few_cheap_environments_step_in_the_runner(name):
+    """As in the scripts of one process: EnvPool pays from nine CartPoles on, or if it is asked for."""
+    script, found = load(name), []
+    for num_envs, settings in ((4, {}), (9, {}), (4, {"env_backend": "envpool"}), (2, {"async_envs": True})):
+        envs = script.open_envs(script.Args(env_id="CartPole-v1", **settings), list(range(num_envs)))
+        found.append(type(envs.vector).__name__)
+        envs.close()
+    assert found == ["SyncEnvs", "CartPoleGymnasiumEnvPool", "CartPoleGymnasiumEnvPool", "AsyncVectorEnv"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "threads"),
+    [
+        ({"num_runners": 0}, 16),
+        ({"num_runners": 2}, 8),
+        ({"num_runners": 64}, 1),
+        ({"num_runners": 64, "cpus_per_runner": 0.5}, 1),
+        ({"num_runners": 64, "cpus_per_runner": 4.0}, 4),
+        ({"num_runners": 2, "envs_per_runner": 3}, 3),
+        ({"num_runners": 2, "env_kwargs": '{"num_threads": 5}'}, 5),
+    ],
+)
+@pytest.mark.parametrize("name", RAY)
+def test_threads_of_envpool_are_a_share_of_the_cores(name, settings, threads, monkeypatch):
+    """Not as many in each runner as the machine has cores: they would wait for each other."""
+    script, pool = load(name), mock.Mock()
+    pool.make_gymnasium.return_value.observation_space = gym.spaces.Box(-1, 1, (3,))
+    pool.make_gymnasium.return_value.action_space = gym.spaces.Discrete(2)
+    pool.list_all_envs.return_value = ["Some-v0"]
+    monkeypatch.setitem(sys.modules, "envpool", pool)
+    monkeypatch.setattr(script, "num_cores", lambda: 16)
+    args = script.Args(env_id="Some-v0", env_backend="envpool", **{"envs_per_runner": 32} | settings)
+    script.open_envs(args, list(range(args.envs_per_runner)))
+    assert pool.make_gymnasium.call_args.kwargs["num_threads"] == threads
+
+
 # Random numbers
 
 
