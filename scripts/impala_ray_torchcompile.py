@@ -1009,7 +1009,8 @@ def check_actions(args: Args, space: gym.Space) -> None:
 
 def open_envs(args: Args, seeds: list[int]) -> Envs:
     """The environments of a runner, by the backend that is faster for so many."""
-    backend = choose_backend(args.env_id, args.env_backend, in_process=len(seeds) == 1 or args.async_envs)
+    in_process = runs_in_process(replace(args, async_envs=True), len(seeds))
+    backend = choose_backend(args.env_id, args.env_backend, in_process or args.async_envs)
     envs = Envs(replace(args, env_backend=backend), seeds)
     check_actions(args, envs.action_space)
     if vars(args).get("norm_obs") and sees_frames(envs.observation_space):
