@@ -130,14 +130,14 @@ DIFFERENCES = {
         "the temperature learns at the actor's rate",
     },
     "rllib": {
-        "impala_ray": "Gymnasium's environments, where the script takes EnvPool's by default; PyTorch's Adam with its "
-        "own epsilon, a learning rate that stays, always one update a batch",
+        "impala_ray": "Gymnasium's environments, where the script takes EnvPool's if a runner has more than eight; "
+        "PyTorch's Adam with its own epsilon, a learning rate that stays, always one update a batch",
         "ppo_ray": "Gymnasium's environments, where the script takes EnvPool's of MuJoCo if a runner has several; "
         "PyTorch's Adam with its own epsilon, a learning rate that stays, no normalization of observations or rewards; "
         "of actions in a Box the network gives the standard deviation, too",
-        "apex_dqn_ray": "Gymnasium's environments, where the script takes EnvPool's by default; one share of random "
-        "actions, which falls with time, in all environments; Huber's loss; sampling and learning in turn, where the "
-        "script does both at once",
+        "apex_dqn_ray": "Gymnasium's environments, where the script takes EnvPool's if a runner has more than eight; "
+        "one share of random actions, which falls with time, in all environments; Huber's loss; sampling and learning "
+        "in turn, where the script does both at once",
     },
     "cleanrl": dict.fromkeys(
         ("ppo", "sac", "td3", "dqn"),
