@@ -123,7 +123,7 @@ class Args:
         """A2C asks each runner for one gradient, and waits for all."""
         return "batched" if self.sync_gradients else "first"
 
-    # `Envs` reads these two. EnvPool's threads in a runner are its share of this machine's cores, or those it reserves
+    # Not settings, but `Envs` reads them. EnvPool's threads: a runner's share of the cores here, or what it reserves
     sync_envs = property(lambda args: not args.async_envs)
     env_threads = property(lambda args: max(1, int(args.cpus_per_runner), num_cores() // max(1, args.num_runners)))
 

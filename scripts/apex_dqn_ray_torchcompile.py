@@ -135,7 +135,7 @@ class Args:
         """Each replay shard takes a core, as each further learner does in other scripts."""
         return 1 + self.replay_shards * bool(self.num_runners)
 
-    # `Envs` reads these two. EnvPool's threads in a runner are its share of this machine's cores, or those it reserves
+    # Not settings, but `Envs` reads them. EnvPool's threads: a runner's share of the cores here, or what it reserves
     sync_envs = property(lambda args: not args.async_envs)
     env_threads = property(lambda args: max(1, int(args.cpus_per_runner), num_cores() // max(1, args.num_runners)))
 

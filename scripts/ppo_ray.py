@@ -124,7 +124,7 @@ class Args:
     max_grad_norm: float = 0.5  # the gradient is scaled down to this norm, if it is longer
     target_kl: float | None = None  # stop the epochs on a rollout once an epoch's mean approx_kl exceeds this
 
-    # `Envs` reads these two. EnvPool's threads in a runner are its share of this machine's cores, or those it reserves
+    # Not settings, but `Envs` reads them. EnvPool's threads: a runner's share of the cores here, or what it reserves
     sync_envs = property(lambda args: not args.async_envs)
     env_threads = property(lambda args: max(1, int(args.cpus_per_runner), num_cores() // max(1, args.num_runners)))
 

@@ -129,7 +129,7 @@ class Args:
     compile: bool = True  # fuse the operations of a minibatch's update, from gather to Adam, into a few kernels
     cudagraphs: bool = True  # on CUDA, replay the kernels of an epoch as one graph, in one launch
 
-    # `Envs` reads these two. EnvPool's threads in a runner are its share of this machine's cores, or those it reserves
+    # Not settings, but `Envs` reads them. EnvPool's threads: a runner's share of the cores here, or what it reserves
     sync_envs = property(lambda args: not args.async_envs)
     env_threads = property(lambda args: max(1, int(args.cpus_per_runner), num_cores() // max(1, args.num_runners)))
 

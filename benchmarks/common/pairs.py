@@ -186,7 +186,7 @@ TABLE = {
               "learning_rate": 2e-3, "ent_coef": 0.01, "log_every": 1000},
         goal=(30, 200),
         most_changes=45,  # an update is one function, or two with a sum over learners in between
-        most_above=420,
+        most_above=422,
         most_lines=1675,  # runners and learners of Ray
         own_texts=("warn_of_pixels",),  # it has convolutions for them
     ),
