@@ -1081,7 +1081,7 @@ class RayRunners(Runners):
         asking = {"batched": (1, 0), "first-ready": (1, 1)}
         self.ahead, self.most_stale = asking.get(getattr(args, "rollout", None), (2, math.inf))
         # Reference of a report -> index of its runner, reference of its fragment (None while the runner is starting)
-        self.in_flight = {}
+        self.in_flight, self.pending = {}, [0] * args.num_runners  # how many fragments each still owes
         self.failures, self.told = [0] * args.num_runners, set()  # consecutive failures; errors already reported
         # Settings as sent to runners; since when each owes a fragment; when the last fragment arrived
         self.sent_args, self.since, self.last_news = replace(args), [math.inf] * args.num_runners, -math.inf
@@ -1111,11 +1111,11 @@ class RayRunners(Runners):
 
     def ask(self, index: int, count: int) -> None:
         """Request fragments with the newest weights until `count` requests to a runner are pending."""
-        asked = sum(other == index for other, _ in self.in_flight.values())
-        self.since[index] = self.since[index] if asked else time.monotonic()
-        for _ in range(count - asked if self.weights else 0):
+        self.since[index] = self.since[index] if self.pending[index] else time.monotonic()
+        while self.weights and self.pending[index] < count:
             report, fragment = self.actors[index].sample.options(num_returns=2).remote(*self.weights)
             self.in_flight[report] = index, fragment
+            self.pending[index] += 1
 
     def publish(self, version: int, weights: np.ndarray, *others) -> None:
         """Use these weights for requests from now on. A small vector goes with each; a large one is put once."""
@@ -1153,6 +1153,7 @@ class RayRunners(Runners):
         index, fragment = self.in_flight.pop(reference, (None, None))
         if index is None:
             return  # the runner has been buried meanwhile
+        self.pending[index] -= fragment is not None
         try:
             news = self.ray.get(reference)
             is_late = fragment is not None and self.run.num_updates - news["version"] > self.most_stale
@@ -1207,6 +1208,7 @@ class RayRunners(Runners):
         self.alive.discard(index)
         self.in_flight = {x: (other, fragment) for x, (other, fragment) in self.in_flight.items() if other != index}
         self.ray.kill(self.actors[index])
+        self.pending[index] = 0
         self.failures[index] += 1
         if self.failures[index] == 3:
             self.stop(f"{death}; so it did 3 times without a fragment in between")

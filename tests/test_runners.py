@@ -30,7 +30,7 @@ def test_a_fragment_that_comes_too_late_counts_but_for_its_steps(name):
     runners.run = SimpleNamespace(num_updates=5, step=100, episodes=[])
     runners.args, runners.most_stale, runners.late = script.Args(num_runners=1), 1, 0
     runners.seconds, runners.infos, runners.staleness = Counter(), defaultdict(list), []
-    runners.failures, runners.since, runners.ask = [0], [0.0], mock.Mock()
+    runners.failures, runners.since, runners.ask, runners.pending = [0], [0.0], mock.Mock(), [2]
     runners.ray = SimpleNamespace(get=lambda x: x, exceptions=SimpleNamespace(RayError=RuntimeError))
     for version, found in ((4, [None]), (3, [None])):
         report = {"version": version, "steps": 8, "episodes": [(1.0, 8)], "seconds": {"acting": 2.0}}
@@ -42,6 +42,37 @@ def test_a_fragment_that_comes_too_late_counts_but_for_its_steps(name):
         assert runners.run.step == 108 and runners.staleness == [1]  # only the first is learnt from
     assert runners.late == 1 and runners.run.episodes == [(1.0, 8)] * 2
     assert runners.seconds["acting"] == 4 and runners.infos["is_success"] == [1, 1]
+    assert runners.pending == [0]
+
+
+@pytest.mark.parametrize("name", RAY)
+def test_each_runner_is_asked_for_no_more_than_it_may_owe(name):
+    """Whatever comes, fails or dies. The count is kept: to count all requests for each runner takes its square."""
+    script, rng = load(name), np.random.default_rng(0)
+    runners = object.__new__(script.RayRunners)
+    runners.args = script.Args(num_runners=4, runner_restarts=1000)
+    runners.sent_args, runners.run, runners.clock = runners.args, SimpleNamespace(num_updates=0), mock.Mock()
+    runners.most_stale, runners.ahead, runners.alive, runners.weights = np.inf, 2, set(range(4)), (0, np.zeros(1))
+    runners.in_flight, runners.pending, runners.since = {}, [0] * 4, [np.inf] * 4
+    runners.places, runners.told, runners.restarts = {}, set(), 0
+    runners.remote, runners.last_news, runners.late = mock.Mock(), 0.0, 0
+    runners.seeds = list(range(4 * runners.args.envs_per_runner))
+    runners.remote.remote.side_effect = lambda *_: mock.MagicMock(
+        **{"sample.options.return_value.remote.side_effect": lambda *_: (object(), object())}
+    )
+    runners.actors = {index: runners.remote.remote() for index in range(4)}
+    news = {"version": 0, "versions": script.versions(), "place": "here", "spaces": None, "backend": None}
+    runners.ray = mock.Mock(**{"exceptions.RayError": RuntimeError})
+    for turn in range(300):
+        runners.failures = [0] * 4  # else three deaths of one runner end the run
+        runners.publish(turn, np.zeros(1))
+        reference = list(runners.in_flight)[rng.integers(len(runners.in_flight))]
+        runners.ray.get.side_effect = [RuntimeError("it died")] if rng.random() < 0.1 else [news, "fragment"]
+        runners.hear(reference, [None] * 4, 4)
+        owed = Counter(index for index, fragment in runners.in_flight.values() if fragment is not None)
+        assert runners.pending == [owed[index] for index in range(4)] and max(runners.pending) <= 2
+        assert all(runners.pending[index] for index in runners.alive)
+    assert runners.restarts > 10
 
 
 # Environments of a runner
