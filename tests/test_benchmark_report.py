@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -325,5 +326,5 @@ def test_a_curve_ends_where_its_shortest_run_does(monkeypatch):
     drawn = []
     monkeypatch.setattr(report.plots, "draw_curve", lambda _axis, x, *_: drawn.append(x))
     members = [runs.Run(Path(), {}, [make_line(step, 1.0, 1) for step in range(0, end + 1, 10)]) for end in (500, 900)]
-    report.draw_panel(None, {"eager": members}, "global_step")
+    report.draw_panel(mock.Mock(), {"eager": members}, "global_step", None)
     assert drawn[0][-1] == 500

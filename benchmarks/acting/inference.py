@@ -194,6 +194,13 @@ def section(result: dict) -> list[str]:
     return [*lines, f"Threads: {result['threads']}. Measured {describe(result['provenance'])}", ""]
 
 
+def shown(cell: dict) -> tuple[float, str]:
+    """Colour (the gain over eager as a power of two, NaN if it can't be trusted) and text of a cell of the heat map."""
+    if trusted(cell):
+        return np.log2(cell["speedup"]), percent(cell["speedup"])
+    return np.nan, "failed" if "error" in cell else "stale" if cell["equal"] else "unequal"
+
+
 def draw(results: list[dict], path: Path) -> None:
     """A heat map for each network and device, paths by batch sizes; colour and number show the gain over eager."""
     paths_of = [list(dict.fromkeys(cell["path"] for cell in result["cells"])) for result in results]
@@ -204,12 +211,7 @@ def draw(results: list[dict], path: Path) -> None:
             notes = np.full(values.shape, "", dtype=object)  # was not measured
             for cell in result["cells"]:
                 place = paths.index(cell["path"]), result["batch_sizes"].index(cell["batch_size"])
-                if trusted(cell):
-                    values[place], notes[place] = np.log2(cell["speedup"]), percent(cell["speedup"])
-                elif "error" in cell:
-                    notes[place] = "failed"
-                else:
-                    notes[place] = "stale" if cell["equal"] else "unequal"
+                values[place], notes[place] = shown(cell)
             sizes = [f"{size:,}" for size in result["batch_sizes"]]
             plots.draw_heat_map(axis, values, notes, paths, sizes)
             title, x = f"{result['network']} on {result['device']}", "batch size; % faster than eager"

@@ -229,14 +229,17 @@ def add_milestones(rows: list[dict], panels: dict[tuple[str, str], dict[str, lis
         for position in AXES:
             longest = max(run.column(position)[-1] for kept in members.values() for run in kept)
             marks = [float(f"{share * longest:.2g}") for share in SHARES]
-            for row in rows:
-                if row["env_id"] == env_id and (kept := members.get((row["script"], row["variant"]))):
-                    scores = [[mark, scores_at(kept, mark, position)] for mark in marks]
-                    row.setdefault("milestones", {"recent": RECENT})[position] = scores
+            for row in [row for row in rows if row["env_id"] == env_id and row["seeds"]]:
+                kept = members[row["script"], row["variant"]]
+                scores = [[mark, scores_at(kept, mark, position)] for mark in marks]
+                row.setdefault("milestones", {"recent": RECENT})[position] = scores
 
 
-def draw_panel(axis, members: dict[str, list[runs.Run]], position: str) -> None:
-    """Curves of the variants of one script and environment against steps or seconds, with bands over the seeds."""
+def draw_panel(axis, members: dict[str, list[runs.Run]], position: str, published: dict | None) -> None:
+    """Curves of the variants of one script and environment against steps or seconds, with bands over the seeds.
+
+    A line shows CleanRL's score, if that is of as many steps.
+    """
     colours = plots.shades(list(members))
     for variant, kept in members.items():
         ends = [run.steps if position == "global_step" else run.seconds for run in kept]
@@ -247,6 +250,10 @@ def draw_panel(axis, members: dict[str, list[runs.Run]], position: str) -> None:
         band = stats.bootstrap([curves[:, known]]) if len(kept) > 1 and known.any() else None
         name = f"{plots.label(variant)} ({len(kept)} seeds)" if len(kept) > 1 else f"{plots.label(variant)} (1 seed)"
         plots.draw_curve(axis, edges[1:][known], stats.iqm(curves)[known], variant, name, band, colours.get(variant))
+    longest = max(run.steps for kept in members.values() for run in kept)
+    if published and is_same_budget(longest, published):
+        axis.axhline(published["mean"], color="#777777", linestyle="--", linewidth=1, label="CleanRL's score")
+    axis.legend()
 
 
 def draw_curves(panels: dict[tuple[str, str], dict[str, list[runs.Run]]], reference: dict, path: Path) -> None:
@@ -254,14 +261,8 @@ def draw_curves(panels: dict[tuple[str, str], dict[str, list[runs.Run]]], refere
     with plots.figure(path, rows=len(panels), columns=len(AXES)) as axes:
         for panel_row, (key, members) in zip(axes, panels.items(), strict=True):
             for axis, (position, x) in zip(panel_row, AXES.items(), strict=True):
-                draw_panel(axis, members, position)
+                draw_panel(axis, members, position, published_score(reference.get(key)))
                 plots.describe_axis(axis, f"{key[0]} on {key[1]}", x, "episode return")
-                longest = max(run.steps for kept in members.values() for run in kept)
-                published = published_score(reference.get(key))
-                if published and is_same_budget(longest, published):
-                    style = {"color": "#777777", "linestyle": "--", "linewidth": 1}
-                    axis.axhline(published["mean"], **style, label="CleanRL's score")
-                axis.legend()
 
 
 def pack_curves(panels: dict[tuple[str, str], dict[str, list[runs.Run]]]) -> bytes:

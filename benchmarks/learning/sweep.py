@@ -19,7 +19,8 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -227,33 +228,38 @@ def indented(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
+@contextmanager
+def ending(slots: list[Job | None]) -> Iterator[None]:
+    """At the end, stop the runs that are in these slots then: none, except after Ctrl-C."""
+    try:
+        yield
+    finally:
+        running = [job.child for job in slots if job and job.child]
+        for child in running:
+            child.ask(signal.SIGTERM)
+        for child in running:
+            child.stop()
+
+
 def run_all(jobs: list[Job], place: "Here | cluster_runs.Cluster", options: Options, journal: Journal) -> None:
     """Run what has not finished yet, a job in each slot of the place, until all have ended."""
     waiting = [job for job in jobs if journal.states.get(job.name) != "finished"]
     slots: list[Job | None] = [None] * min(place.slots, len(jobs))
-    done = len(jobs) - len(waiting)
     apart = 0.1 if sys.stderr.isatty() else 60  # seconds between updates: one a minute if written to a file
-    with tqdm(total=len(jobs) * options.total_timesteps, unit=" steps", unit_scale=True, mininterval=apart) as bar:
-        try:
-            while waiting or any(slots):
-                for i, job in enumerate(slots):
-                    if job is not None and ended(job, options, journal):
-                        slots[i], done = None, done + 1
-                    if slots[i] is None and waiting:
-                        slots[i] = job = waiting.pop(0)
-                        folder, output = options.out / "runs" / job.name, options.out / "output" / f"{job.name}.txt"
-                        job.child = place.start(job.arguments, folder, output, i, partial(journal.note, job.name))
-                steps = sum(last_step(options.out / "runs" / job.name / "metrics.jsonl") for job in slots if job)
-                counts = f"{journal.count('finished')}/{len(jobs)} runs, {journal.count('failed')} failed"
-                bar.set_postfix_str(counts, refresh=False)
-                bar.update(done * options.total_timesteps + steps - bar.n)
-                time.sleep(0.5)
-        finally:
-            running = [job.child for job in slots if job and job.child]  # none, except after Ctrl-C
-            for child in running:
-                child.ask(signal.SIGTERM)
-            for child in running:
-                child.stop()
+    bar = tqdm(total=len(jobs) * options.total_timesteps, unit=" steps", unit_scale=True, mininterval=apart)
+    with bar, ending(slots):
+        while waiting or any(slots):
+            slots[:] = [None if job and ended(job, options, journal) else job for job in slots]
+            for i in [i for i, job in enumerate(slots) if job is None][: len(waiting)]:
+                slots[i] = job = waiting.pop(0)
+                folder, output = options.out / "runs" / job.name, options.out / "output" / f"{job.name}.txt"
+                job.child = place.start(job.arguments, folder, output, i, partial(journal.note, job.name))
+            done = len(jobs) - len(waiting) - sum(job is not None for job in slots)
+            steps = sum(last_step(options.out / "runs" / job.name / "metrics.jsonl") for job in slots if job)
+            counts = f"{journal.count('finished')}/{len(jobs)} runs, {journal.count('failed')} failed"
+            bar.set_postfix_str(counts, refresh=False)
+            bar.update(done * options.total_timesteps + steps - bar.n)
+            time.sleep(0.5)
 
 
 def check(options: Options) -> None:

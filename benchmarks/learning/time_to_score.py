@@ -17,7 +17,6 @@ import re
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -97,12 +96,13 @@ def contestants_of(variants: list[str] | tuple[str, ...], own_peers: tuple[str, 
 
 
 def written(log: Path) -> tuple[list[dict], float]:
-    """(lines of a log, seconds on the clock of time.time() at which the last of them was written)."""
-    while True:
+    """(lines of a log, seconds on the clock of time.time() at which the last was written); ([], 0.0) without a log."""
+    while log.exists():
         before = log.stat().st_mtime
         lines, _ = runs.read_lines(log)
         if log.stat().st_mtime == before:
             return lines, before
+    return [], 0.0
 
 
 def run_once(
@@ -120,14 +120,12 @@ def run_once(
         try:
             while found is None and child.poll() is None and time.time() - begin < timeout:
                 child.wait(LOOK)
-                with suppress(FileNotFoundError):
-                    lines, last = written(log)
+                lines, last = written(log)
                 found = find(lines)
         finally:
             has_ended, code = child.poll() is not None, child.stop()
         if has_ended and found is None:  # what it wrote after the last look
-            with suppress(FileNotFoundError):
-                lines, last = written(log)
+            lines, last = written(log)
             found = find(lines)
         means = runs.running_returns(runs.Run(log, {}, lines))
         best = {"best": float(np.nanmax(means)) if not np.isnan(means).all() else None}

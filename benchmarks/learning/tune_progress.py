@@ -87,9 +87,8 @@ class Reporter(Callback):
         their own folders: the checkpoint that Ray Tune knows of may be older, or from the trial that was last copied.
         """
         if self.is_new:
-            for trial in trials:
-                if self.has_its_own(trial):
-                    trial.run_metadata.checkpoint_manager._latest_checkpoint_result = None
+            for trial in filter(self.has_its_own, trials):
+                trial.run_metadata.checkpoint_manager._latest_checkpoint_result = None
             known = {trial.trial_id for trial in trials}
             for trial_id in [x.id for x in self.histories.values() if not x.has_ended and x.id not in known]:
                 self.journal.note(trial_id, DROPPED)

@@ -223,11 +223,10 @@ def draw_lineage(path: Path, histories: list[History], best: History) -> None:
         axis = axes[0, 0]
         for history in histories:
             axis.plot([0, history.last[INTERVALS]], [history.number] * 2, color="#BBBBBB")
-            for report in history.reports:
-                if report["donor"] is not None:
-                    x = report[INTERVALS] - 1
-                    ends = {"xy": (x, history.number), "xytext": (x, number[report["donor"]])}
-                    axis.annotate("", **ends, arrowprops={"arrowstyle": "->", "color": "#D55E00"})
+            for report in [report for report in history.reports if report["donor"] is not None]:
+                x = report[INTERVALS] - 1
+                ends = {"xy": (x, history.number), "xytext": (x, number[report["donor"]])}
+                axis.annotate("", **ends, arrowprops={"arrowstyle": "->", "color": "#D55E00"})
         for report in ancestry(best, histories):
             x = report[INTERVALS]
             axis.plot([x - 1, x], [report["number"]] * 2, color=plots.COLOURS["eager"], linewidth=3)

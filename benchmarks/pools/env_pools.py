@@ -372,6 +372,16 @@ CURVES = {  # the model over the number of environments, and the contestants who
 MARKS = {"gymnasium AsyncVectorEnv": "s", "SB3 SubprocVecEnv": "^", "tianshou ShmemVectorEnv, M = N/4": "v"}
 
 
+def draw_points(axis, results: list[dict], contestant: str, colour: str) -> None:
+    """What was measured of a contestant, if anything."""
+    rows = [(result["num_envs"], row) for result in results for row in result["rows"] if row["name"] == contestant]
+    points = sorted((num_envs, milliseconds(row)[0]) for num_envs, row in rows)
+    style = {"color": colour, "marker": MARKS.get(contestant, "o"), "linestyle": "none"}
+    style |= {"markerfacecolor": "none"} if contestant in MARKS else {}
+    if points:
+        axis.plot(*zip(*points, strict=True), **style, label=contestant)
+
+
 def draw(results: list[dict], path: Path) -> None:
     """Milliseconds per step of all against the number of environments: the models as curves, measurements as points."""
     sizes = np.arange(1, 33)
@@ -381,16 +391,7 @@ def draw(results: list[dict], path: Path) -> None:
             ms = [1000 * model(STEP, TAIL, CHANCE, int(n)) for n in sizes]
             plots.draw_curve(axis, sizes, np.array(ms), hue, f"model: {name}")
             for contestant in contestants:
-                points = [
-                    (x["num_envs"], milliseconds(row)[0])
-                    for x in results
-                    for row in x["rows"]
-                    if row["name"] == contestant
-                ]
-                if points:
-                    style = {"color": plots.colour(hue), "marker": MARKS.get(contestant, "o"), "linestyle": "none"}
-                    filled = {"markerfacecolor": "none"} if contestant in MARKS else {}
-                    axis.plot(*zip(*sorted(points), strict=True), **style, **filled, label=contestant)
+                draw_points(axis, results, contestant, plots.colour(hue))
         title = f"{1000 * STEP:g} ms a step, {1000 * TAIL:g} ms more in {CHANCE:.0%} of them"
         plots.describe_axis(axis, title, "environments", "ms for a step of all")
         axis.set_ylim(0)

@@ -170,14 +170,14 @@ def compare_all(
                 program = [sys.executable, "-m", __name__, script, str(folder / f"{script}.json"), *variants]
                 running[script] = processes.start([*program, "--", *flags], folder / f"{script}.out", **settings)
             time.sleep(0.2)
-            for script, child in list(running.items()):
-                if child.poll() is not None:
-                    del running[script]
-                    reasons[script] = turns.end_of(child)
-                file = folder / f"{script}.json"
-                if file.exists() and (known := json.loads(file.read_text())) != found[script]:
-                    found[script] = known
-                    on_change(found)
+            ended = {script: child for script, child in running.items() if child.poll() is not None}
+            reasons |= {script: turns.end_of(child) for script, child in ended.items()}
+            files = {script: folder / f"{script}.json" for script in running}
+            known = {script: json.loads(file.read_text()) for script, file in files.items() if file.exists()}
+            if any(found[script] != results for script, results in known.items()):
+                found |= known
+                on_change(found)
+            running = {script: child for script, child in running.items() if script not in ended}
     finally:
         for child in running.values():
             child.kill()

@@ -21,12 +21,17 @@ def is_running(folder: Path) -> bool:
     for process in filter(str.isdigit, os.listdir("/proc")):
         # Other users' processes can't be inspected, and any may end during the check
         with contextlib.suppress(OSError):
-            for number in os.listdir(f"/proc/{process}/fd"):
-                if os.readlink(f"/proc/{process}/fd/{number}") == log:
-                    flags = re.search(r"flags:\s+(\d+)", Path(f"/proc/{process}/fdinfo/{number}").read_text())[1]
-                    if int(flags, 8) & os.O_ACCMODE != os.O_RDONLY:
-                        return True
+            if any(writes(process, number, log) for number in os.listdir(f"/proc/{process}/fd")):
+                return True
     return False
+
+
+def writes(process: str, number: str, file: str) -> bool:
+    """Whether a process has a file open for writing under this number; OSError if that can't be known."""
+    if os.readlink(f"/proc/{process}/fd/{number}") != file:
+        return False
+    flags = re.search(r"flags:\s+(\d+)", Path(f"/proc/{process}/fdinfo/{number}").read_text())[1]
+    return int(flags, 8) & os.O_ACCMODE != os.O_RDONLY
 
 
 def draw(lines: list[dict], title: str, path: Path) -> None:

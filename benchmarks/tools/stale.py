@@ -164,10 +164,10 @@ def stale() -> dict[str, list[str]]:
     found = {}
     for path in sorted(set(RESULTS.rglob("*.json")) - {NOTED}):
         content = json.loads(path.read_text())
-        for result in content if isinstance(content, list) else [content]:
-            for source in sources_of(path, result) if "provenance" in result else ():
-                for why in reasons(source):
-                    found.setdefault(source.name, {})[why] = None  # once each, however many commits say so
+        results = [x for x in (content if isinstance(content, list) else [content]) if "provenance" in x]
+        for source in [source for result in results for source in sources_of(path, result)]:
+            for why in reasons(source):
+                found.setdefault(source.name, {})[why] = None  # once each, however many commits say so
     return {name: list(why) for name, why in found.items()}
 
 
