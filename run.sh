@@ -54,6 +54,7 @@ find_python() {
 # Make .venv and install one requirements file, unless this has been done since any of these files last changed.
 install() {
   local folder=$root/requirements sum stamp
+  if [ -n "$help" ]; then return; fi
   sum=$(cat "$folder"/*.txt | cksum | cut -d ' ' -f 1)
   stamp=$root/.venv/$1.$sum
   if [ -e "$stamp" ]; then return; fi
@@ -73,7 +74,7 @@ install() {
 install_apart() {
   local folder=$root/.venv-$1 file=$root/requirements/requirements-$1.txt given=${1^^}_PYTHON stamp
   stamp=$folder/complete.$(cksum < "$file" | cut -d ' ' -f 1)
-  if [ -n "${!given:-}" ] || [ -e "$stamp" ]; then return; fi
+  if [ -n "$help${!given:-}" ] || [ -e "$stamp" ]; then return; fi
   echo "installing requirements/requirements-$1.txt into .venv-$1" >&2
   [ -x "$folder/bin/pip" ] || "$(find_python)" -m venv "$folder"
   rm -f "$folder"/complete.*
@@ -91,6 +92,9 @@ start() {
 
 command=${1:-help}
 [ $# -eq 0 ] || shift
+# --help installs nothing: without .venv it is short
+help=
+case "$command $* " in test\ *) ;; *" --help "* | *" -h "*) help=yes ;; esac
 case $command in
   demo | diff | evaluate | ladder | readme | report | stale | sweep)
     install requirements
@@ -109,7 +113,7 @@ case $command in
     # By default all ways to act are measured, and onnxruntime is one of them
     case " $* " in
       *" ort"* | *"=ort"*) install requirements-benchmark ;;
-      *" --paths"* | *" --compile-actor"* | *" --smoke"* | *" --help"*) install requirements ;;
+      *" --paths"* | *" --compile-actor"* | *" --smoke"*) install requirements ;;
       *) install requirements-benchmark ;;
     esac
     ;;
@@ -147,4 +151,6 @@ case $command in
     exit 2
     ;;
 esac
-start "$root/.venv/bin/python" "$command" "$@"
+python=$root/.venv/bin/python
+[ -z "$help" ] || [ -x "$python" ] || python=$(find_python)
+start "$python" "$command" "$@"

@@ -4,9 +4,11 @@ A command is a module with a `main`. Required packages are checked before it is 
 reported in one line.
 """
 
+import ast
 import importlib
 import importlib.util
 import sys
+from pathlib import Path
 
 from benchmarks.common.programs import check_known, fail
 
@@ -33,6 +35,11 @@ COMMANDS = {
 NEEDED = ("torch", "tensordict", "gymnasium", "numpy", "tyro", "tqdm", "matplotlib")  # to import any command
 
 
+def docstring(name: str) -> str:
+    """What the module of a command says of itself, read without an import of it."""
+    return ast.get_docstring(ast.parse(Path(importlib.util.find_spec(COMMANDS[name]).origin).read_text()))
+
+
 def main(arguments: list[str]) -> int | None:
     """The exit code of a command; None is 0."""
     if not arguments:
@@ -40,6 +47,9 @@ def main(arguments: list[str]) -> int | None:
     name, *flags = arguments
     check_known("command", [name], list(COMMANDS))
     missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
+    if missing and {"-h", "--help"} & set(flags):
+        print(f"{docstring(name)}\n\nIts flags are shown once it is installed, which ./run.sh {name} does.")
+        return None
     if missing:
         fail(f"this Python lacks {', '.join(missing)}: pip install -r requirements/requirements.txt")
     importlib.import_module("benchmarks.common.results").code_at_start()

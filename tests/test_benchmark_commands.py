@@ -112,6 +112,29 @@ def test_another_python_runs_the_gpu_stages_without_installing(checkout):
     assert not checkout.pip_log.exists()
 
 
+@pytest.mark.parametrize("command", ["throughput --peers rllib", "tune", "inference", "test"])
+def test_help_installs_nothing(checkout, command):
+    """With .venv or, in a fresh clone, by the Python that there is. That of `test` is pytest's."""
+    done = checkout(*command.split(), "--help")
+    assert done.returncode == 0 and checkout.pip_log.exists() == (command == "test")
+    assert f"{command} --help" in done.stdout or command == "test"
+    if command != "test":
+        other = checkout.root / "other"
+        (checkout.root / ".venv" / "bin" / "python").rename(other)
+        other.write_text(PYTHON.replace("in ", "other in ").replace("\n", '\n[ "$1" = -c ] && exit\n', 1))
+        done = checkout(*command.split(), "-h", PYTHON=str(other))
+        assert done.stdout.startswith(f"other in {checkout.elsewhere}: -P -m benchmarks {command} -h")
+
+
+def test_help_needs_no_packages(capsys, monkeypatch):
+    monkeypatch.setattr(commands, "NEEDED", ("a_package_that_is_missing",))
+    commands.main(["throughput", "--help"])
+    found = capsys.readouterr().out
+    assert "Measures: " in found and found.endswith("which ./run.sh throughput does.\n")
+    with pytest.raises(SystemExit):
+        commands.main(["throughput"])
+
+
 def test_unknown_commands(checkout):
     done = checkout("fly")
     assert done.returncode == 2 and done.stderr.endswith("error: no command fly\n")
