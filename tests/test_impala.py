@@ -313,7 +313,7 @@ def refused(capfd, **settings) -> str:
     return helpers.refused(SCRIPT, capfd, **SMALL | {"num_runners": 1} | settings)
 
 
-@pytest.mark.parametrize("env_id", ["tiny_envs:Choose-v0", "tiny_envs:Reach-v0"])
+@pytest.mark.parametrize("env_id", ["tiny_envs:Choose-v0", "tiny_envs:Reach-v0", "Pong-v5"])
 @on_ray
 def test_a_runner_brings_what_this_process_would(env_id):
     """At equal seeds, to the last bit."""

@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter, defaultdict
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
@@ -73,6 +74,23 @@ def test_each_runner_is_asked_for_no_more_than_it_may_owe(name):
         assert runners.pending == [owed[index] for index in range(4)] and max(runners.pending) <= 2
         assert all(runners.pending[index] for index in runners.alive)
     assert runners.restarts > 10
+
+
+@pytest.mark.parametrize("name", RAY)
+def test_a_run_ends_once_its_restarts_are_used_up(name, capsys):
+    """However many fragments came between the deaths."""
+    script = load(name)
+    runners = object.__new__(script.RayRunners)
+    runners.args, runners.restarts, runners.told = script.Args(num_runners=1, runner_restarts=2), 0, set()
+    runners.alive, runners.in_flight, runners.actors, runners.ray = set(), {}, [None], mock.Mock()
+    runners.start, runners.stop = mock.Mock(), script.fail
+    for death in range(3):
+        runners.alive.add(0)
+        runners.places, runners.failures, runners.pending = {0: "here"}, [0], [1]
+        with pytest.raises(SystemExit) if death == 2 else nullcontext():
+            runners.bury(0, RuntimeError("it died"))
+    assert runners.start.call_count == runners.restarts == 2
+    assert "runner 0 (here) died: RuntimeError: it died; --runner-restarts 2 are used up" in capsys.readouterr().err
 
 
 # Environments of a runner
