@@ -530,6 +530,8 @@ def test_what_the_cluster_has_not_is_refused(capfd):
     start = time.monotonic()
     assert "need 99 GPUs, the cluster has 0" in refused(capfd, gpus_per_runner=99)
     assert "need 5 CPUs, the cluster has 4" in refused(capfd, cpus_per_runner=5)
+    learners = {"num_learners": 3, "cpus_per_learner": 2.5}  # the first of them is this process
+    assert "need 6 CPUs, the cluster has 4" in refused(capfd, **learners)
     assert time.monotonic() - start < 10
 
 
