@@ -51,7 +51,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections import OrderedDict, defaultdict, deque
+from collections import ChainMap, OrderedDict, defaultdict, deque
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
@@ -634,12 +634,14 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     """Fail unless the acting policy, on arrays, and the learning one, on tensors, agree: both (B, O) -> (B, A).
 
     The test changes the module's weights and buffers: with the initial ones, outputs are so small that much passes for
-    equal, and statistics have no effect. It changes tensors and floats that are attributes of your own modules, too, as
-    a schedule may do later. It uses small observations and large ones, which `forward` may clip.
+    equal, and statistics have no effect. It changes tensors and floats that are attributes of your own modules or of
+    their classes, too, as a schedule may do later. It uses small observations and large ones, which `forward` may clip.
     """
     rng, generator = np.random.default_rng(1), torch.Generator().manual_seed(1)
     obs = (rng.normal(size=(64, obs_dim)) * np.logspace(-1, 2, 64)[:, None]).astype(np.float32)
-    own = [vars(part) for part in module.modules() if not type(part).__module__.startswith("torch.")]
+    parts = [part for part in module.modules() if not type(part).__module__.startswith("torch.")]
+    own = [ChainMap(vars(part), *map(vars, type(part).__mro__)) for part in parts]  # what is written goes to the object
+    kept = [dict(vars(part)) for part in parts]
     floats = [(values, name, x) for values in own for name, x in values.items() if type(x) is float]
     state = [x for values in own for x in values.values() if isinstance(x, Tensor) and x.is_contiguous()]
     state += [*module.parameters(), *module.buffers()]
@@ -656,8 +658,9 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
         fail(f"the policy can't act: {error}")
     finally:
         torch._foreach_copy_(state, first)
-        for values, name, x in floats:
-            values[name] = x
+        for part, attributes in zip(parts, kept, strict=True):
+            vars(part).clear()
+            vars(part).update(attributes)
     scale = 1 + np.abs(obs).max(axis=1) + np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)  # of each row
     if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
         hint = "is not all that `forward` computes, or `forward` is random or looks at a whole batch, as Dropout does"

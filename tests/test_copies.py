@@ -885,6 +885,25 @@ def test_a_policy_that_a_schedule_will_change_is_refused(sharpness, capsys):
     assert net.sharpness == 1
 
 
+class SharpenedByItsClass(Sharpened):
+    """The same, its number being the class's: `net.sharpness = 2.0` in a loop gives the object its own."""
+
+    sharpness = 1.0
+
+    def __init__(self):
+        super().__init__(None)
+        del self.sharpness
+
+
+def test_an_attribute_of_a_class_may_change_for_its_object(capsys):
+    """The check that finds it gives the object none: else it would not follow if its class's changed."""
+    net, plumbing = SharpenedByItsClass(), defining("check_policy")
+    with pytest.raises(SystemExit):
+        plumbing.check_policy(plumbing.numpy_mlp(net.actor), net, net, 3)
+    assert "the policy that acts differs" in capsys.readouterr().err
+    assert "sharpness" not in vars(net) and net.sharpness == 1
+
+
 def test_a_policy_without_a_value_for_some_observations_is_no_other_one():
     """As that of a square root, of observations that are never negative."""
     net = nn.Linear(3, 2)
