@@ -217,7 +217,7 @@ WAYS = {
         "`agent.sharpness`",
         [
             ("    def __init__(self, obs_dim: int, num_actions: int):\n", CLASS_ATTRIBUTE),
-            (LOGITS, "(self.sharpness * self.actor(obs)).log_softmax(1)"),
+            ("self.critic(obs).squeeze(1)", "(self.sharpness * self.critic(obs).squeeze(1))"),
             in_the_loop("ActorCritic.sharpness += 0.1"),
         ],
     ),
