@@ -112,18 +112,21 @@ def test_another_python_runs_the_gpu_stages_without_installing(checkout):
     assert not checkout.pip_log.exists()
 
 
-@pytest.mark.parametrize("command", ["throughput --peers rllib", "tune", "inference", "test"])
+@pytest.mark.parametrize("command", ["throughput --peers rllib", "tune", "inference"])
 def test_help_installs_nothing(checkout, command):
-    """With .venv or, in a fresh clone, by the Python that there is. That of `test` is pytest's."""
-    done = checkout(*command.split(), "--help")
-    assert done.returncode == 0 and checkout.pip_log.exists() == (command == "test")
-    assert f"{command} --help" in done.stdout or command == "test"
-    if command != "test":
-        other = checkout.root / "other"
-        (checkout.root / ".venv" / "bin" / "python").rename(other)
-        other.write_text(PYTHON.replace("in ", "other in ").replace("\n", '\n[ "$1" = -c ] && exit\n', 1))
-        done = checkout(*command.split(), "-h", PYTHON=str(other))
-        assert done.stdout.startswith(f"other in {checkout.elsewhere}: -P -m benchmarks {command} -h")
+    """With .venv or, in a fresh clone, by the Python that there is."""
+    assert f"-m benchmarks {command} --help" in checkout(*command.split(), "--help").stdout
+    other = checkout.root / "other"
+    (checkout.root / ".venv" / "bin" / "python").rename(other)
+    other.write_text(PYTHON.replace("in ", "other in ").replace("\n", '\n[ "$1" = -c ] && exit\n', 1))
+    done = checkout(*command.split(), "-h", PYTHON=str(other))
+    assert done.stdout.startswith(f"other in {checkout.elsewhere}: -P -m benchmarks {command} -h")
+    assert not checkout.pip_log.exists()
+
+
+def test_help_of_test_is_that_of_pytest(checkout):
+    assert checkout("test", "--help").stdout.startswith(f"in {checkout.root}: -m pytest --help")
+    assert checkout.pip_log.exists()
 
 
 def test_help_needs_no_packages(capsys, monkeypatch):
