@@ -1340,8 +1340,8 @@ def validate(args: Args) -> torch.device:
     for how in ("sync", "async"):
         if vars(args).get(f"{how}_envs") and vars(args).get("env_backend") == "envpool":
             fail(f"--{how}-envs is for Gymnasium's environments; EnvPool's step in threads")
-    if args.track and not importlib.util.find_spec("wandb"):
-        fail("--track sends to Weights & Biases: pip install wandb")
+    if args.track and not (args.tensorboard and importlib.util.find_spec("wandb")):
+        fail("--track sends TensorBoard's events to Weights & Biases: pip install wandb, and no --no-tensorboard")
     try:
         device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         if device.type not in ("cpu", "cuda"):
@@ -1552,7 +1552,7 @@ class Run:
 
             names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.dir.name}
             wandb.init(**names, id=values["id"], resume="allow", config=asdict(self.args), sync_tensorboard=True)
-        if self.args.tensorboard or self.args.track:
+        if self.args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # takes a second
 
             self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if self.args.resume else None)

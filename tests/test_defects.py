@@ -517,7 +517,7 @@ def test_runs_of_one_name_are_two_in_weights_and_biases(monkeypatch, tmp_path):
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for folder in ("a", "b"):
-        helpers.train("ppo", tmp_path / folder / "seed1", track=True, total_timesteps=64)
+        helpers.train("ppo", tmp_path / folder / "seed1", track=True, tensorboard=True, total_timesteps=64)
     resumed = {"resume": str(tmp_path / "a/seed1"), "total_timesteps": 128, "device": "cpu"}
     helpers.call("ppo", **resumed)
     first, second, again = wandb.calls
@@ -530,6 +530,15 @@ def test_weights_and_biases_that_is_not_installed_is_refused(monkeypatch, tmp_pa
     with pytest.raises(SystemExit) as end:
         helpers.train("ppo", tmp_path / "run", track=True)
     assert end.value.code == 2 and "pip install wandb" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_weights_and_biases_without_the_events_that_it_sends_is_refused(monkeypatch, tmp_path, capsys):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with pytest.raises(SystemExit) as end:
+        helpers.train("ppo", tmp_path / "run", track=True, tensorboard=False)
+    assert end.value.code == 2 and "--no-tensorboard" in capsys.readouterr().err
+    assert not wandb.calls and not (tmp_path / "run").exists()
 
 
 def test_an_eager_copy_runs_without_the_packages_that_only_others_need(monkeypatch, tmp_path):
