@@ -17,7 +17,7 @@ reinforcement learning", https://doi.org/10.1038/nature14236.
 
 Its compiled twin is `a3c_ray_torchcompile.py`; a diff of the two shows what compiling changes.
 Shapes: T = fragment_steps, V = envs_per_runner, O = size of an observation, A = number of actions, or size of an action
-of a Box, P = number of parameters.
+of a Box, P = number of parameters, B = any number of rows.
 
 Each runner takes T steps in V environments and sends only the gradient. In A2C the learner (this process) waits for one
 gradient from each runner, takes one step with their mean, and all continue with the same weights: reproducible. In A3C,
@@ -25,8 +25,8 @@ each gradient is applied when it arrives, although others have changed the weigh
 With --num-runners 0, everything runs in this process, without Ray; with one runner, A2C and A3C are the same.
 
 Departures from the paper: Adam instead of RMSProp, means instead of sums, no LSTM; several environments for a runner; a
-truncated episode bootstraps from the value of its last observation, and the rows in which environments reset themselves
-are masked.
+truncated episode bootstraps from the value of its last observation; an environment resets in the step after an
+episode's end, and this row is masked.
 
 Reading order: settings, networks, formulas; `make_learner` and `Runner`, the halves of the algorithm; `train`, which
 brings them together. Below the `# ----` line is only plumbing.
@@ -79,7 +79,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
-    override: tuple[str, ...] = ()  # with --resume: NAME=VALUE of settings that may change; a wrong NAME lists them
+    override: tuple[str, ...] = ()  # with --resume: change a setting, NAME=VALUE; a wrong NAME lists what may change
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 10_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
@@ -108,7 +108,7 @@ class Args:
     sync_gradients: bool = True  # A2C: one step with the mean gradient of all runners; else A3C: one step per gradient
     fragment_steps: int = 8  # steps of each environment in a fragment
     learning_rate: float = 1e-3  # of Adam
-    adam_eps: float = 1e-3  # of Adam: damps steps on gradients that are only noise, like the 0.1 of the paper's RMSProp
+    adam_eps: float = 1e-3  # of Adam: a large one damps steps on gradients that are only noise
     anneal_lr: bool = True  # lower the learning rate linearly to zero
     gamma: float = 0.99  # discount factor
     ent_coef: float = 0.001  # weight of the entropy bonus
@@ -120,7 +120,7 @@ class Args:
 
     @property
     def rollout(self) -> str:
-        """A2C asks each runner for one gradient, and waits for all."""
+        """A2C asks each runner for one gradient, and waits for all; A3C takes the first that comes."""
         return "batched" if self.sync_gradients else "first"
 
     # Not settings, but `Envs` reads them. EnvPool's threads: a runner's share of the cores here, or what it reserves
@@ -249,7 +249,7 @@ def discounted_sum(x: Tensor, decay: Tensor) -> Tensor:
 def n_step_advantage(
     reward: Tensor, value: Tensor, terminated: Tensor, truncated: Tensor, valid: Tensor, gamma: float
 ) -> Tensor:
-    """All (T, N), but value (T + 1, N) -> (T, N): r[t] + gamma r[t + 1] + ... + gamma ** n value[t + n] - value[t].
+    """All (T, V), but value (T + 1, V) -> (T, V): r[t] + gamma r[t + 1] + ... + gamma ** n value[t + n] - value[t].
 
     The sum runs to the last row or the episode's end; there, value[t + n] is that of its true last observation, from
     which a truncated episode bootstraps. Invalid rows (resets) get zero.
@@ -390,7 +390,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return policy
 
 
-# ---- Plumbing: all below is the same text in every script that has it, and no part of the algorithm ---------------
+# ---- Plumbing: all below is the same text in every script that has it ---------------------------------------------
 
 
 class EpisodeStatistics:
@@ -783,7 +783,7 @@ class Envs:
 
 
 def check_layers(module: nn.Module) -> None:
-    """Refuse layers that compute differently in acting and learning: acting gets only weights and its own batches."""
+    """Refuse layers that compute differently in acting and learning: acting has no buffers and its own batches."""
     kinds = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
     found = [f"layer `{name}`, {layer}" for name, layer in module.named_modules() if isinstance(layer, kinds)]
     found += [f"buffer `{name}`" for name, _ in module.named_buffers()]
@@ -872,13 +872,13 @@ class Runners:
         self.alive, self.restarts, self.late = set(), 0, 0
 
     def note(self, report: dict) -> None:
-        """Add the report of a fragment that is learnt from to the counts."""
+        """Count a fragment that is learnt from."""
         self.run.step += report["steps"]
         self.staleness.append(self.run.num_updates - report["version"])
         self.note_anyway(report)
 
     def note_anyway(self, report: dict) -> None:
-        """Add what counts even if a fragment came too late to learn from: episodes that ended, where time went."""
+        """Count what is true of late fragments, too: episodes that ended, where time went."""
         self.run.episodes += report["episodes"]
         for name, seconds in report["seconds"].items():
             self.seconds[name] += seconds
@@ -1051,7 +1051,7 @@ class RayRunners(Runners):
         self.own_ray, self.ray = "ray" not in sys.modules or not sys.modules["ray"].is_initialized(), start_ray(args)
         place = {"num_cpus": args.cpus_per_runner, "num_gpus": args.gpus_per_runner, "scheduling_strategy": "SPREAD"}
         self.remote, self.actors, self.places, self.weights = self.ray.remote(**place)(RemoteRunner), {}, {}, None
-        # Most fragments requested of a runner at once, and how many updates old one may be
+        # Most fragments requested of a runner at once; most updates that one may be late
         asking = {"batched": (1, 0), "first-ready": (1, 1)}
         self.ahead, self.most_stale = asking.get(getattr(args, "rollout", None), (2, math.inf))
         # Reference of a report -> index of its runner, reference of its fragment (None while the runner is starting)
@@ -1121,8 +1121,7 @@ class RayRunners(Runners):
     def hear(self, reference, found: list | None = None, num_ours: int = 0) -> None:
         """Handle a finished call: admit a runner that has started, or store a fragment and its report.
 
-        These go to a free place in `found`. Places from `num_ours` on are for other learners: their fragments stay
-        references.
+        A fragment takes a free place in `found`. From place `num_ours` on, for other learners, it stays a reference.
         """
         index, fragment = self.in_flight.pop(reference, (None, None))
         if index is None:
@@ -1455,7 +1454,7 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Write a line, with means over the episodes since the one before, and save if due; at most once for a step."""
+        """Write a line, with means over the episodes since the one before, and save if due; once per step at most."""
         seconds = time.perf_counter() - self.start_time
         metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
@@ -1517,7 +1516,7 @@ class Run:
         return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
 
     def stop_if_asked(self) -> None:
-        """After a signal, end the run within a rollout, which may take minutes, with the weights of its last update."""
+        """After a signal, end the run now, not after the rollout, which may take minutes; save the last update."""
         if self.stopped_by is not None:
             self.close()
 

@@ -23,8 +23,9 @@ Runners step environments, each with its own epsilon (probability of a random ac
 of V environments, with n-step returns and initial priorities. The learner (this process) keeps the newest fragments and
 learns from samples by priority, a fixed number per transition. --num-runners 0: all in this process, reproducibly.
 
-Departures from the paper: Adam instead of RMSProp; a new fragment replaces the oldest at once; each request to a runner
-carries weights. Returns are logged of environments whose epsilon is below 1 %, and always of the smallest one's.
+Departures from the paper: Adam instead of RMSProp; a new fragment replaces the oldest at once; a request to a runner
+carries weights; priorities are written up to 32 updates late. Returns are logged where epsilon is below 1 % or
+smallest.
 
 Reading order: settings, network, formulas; `PrioritizedReplay`, `Runner`; `train`, which joins them. Then plumbing.
 """
@@ -78,7 +79,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
-    override: tuple[str, ...] = ()  # with --resume: NAME=VALUE of settings that may change; a wrong NAME lists them
+    override: tuple[str, ...] = ()  # with --resume: change a setting, NAME=VALUE; a wrong NAME lists what may change
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 10_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
@@ -132,7 +133,7 @@ class Args:
 
     @property
     def num_learners(self) -> int:
-        """Each replay shard takes a core, as each further learner does in other scripts."""
+        """Makes Ray reserve a core for each replay shard, as for each further learner in other scripts."""
         return 1 + self.replay_shards * bool(self.num_runners)
 
     # Not settings, but `Envs` reads them. EnvPool's threads: a runner's share of the cores here, or what it reserves
@@ -212,7 +213,7 @@ def clip(gradients: tuple[Tensor, ...], max_norm: float) -> tuple[Tensor, ...]:
 
 
 def n_step_returns(reward: np.ndarray, terminated: np.ndarray, truncated: np.ndarray, n: int, gamma: float):
-    """Rows (T + n, V) -> for the first T: n-step return, discount of the bootstrap value, steps until its state.
+    """Rows (T + n, V) -> for the first T: n-step return, discount of the bootstrap value, steps to that state.
 
     G[t] = r[t] + gamma r[t + 1] + ..., with n rewards, or fewer if the episode ends. It bootstraps from the state after
     the last of them, with discount gamma ** steps, also if the episode was truncated. After a termination, the discount
@@ -262,7 +263,7 @@ class PrioritizedReplay:
 
 
 class Runner:
-    """The paper's actor: V environments, each with its own epsilon, and a copy of the network, which steps them."""
+    """The paper's actor: V environments, each with its own epsilon; a copy of the network acts in them."""
 
     def __init__(self, args: Args, seeds: list[int]):
         self.args, self.envs = args, open_envs(args, seeds)
@@ -327,7 +328,7 @@ def to_fragment(rows: np.ndarray, n: int, num_frames: int, gamma: float, clip_re
     """Rows (F - 1 + T + n, V) of steps -> frames, their ages, and (T, V, 5): action, return, discount, steps, priority.
 
     The priority is the absolute temporal difference with the values computed when acting (section 3). Each frame is
-    stored once: its stack is rebuilt from it and those before it. Its age says how many of these are of its episode.
+    stored once: its stack is rebuilt from it and those before it. Its age: how many before it are of its episode.
     """
     reward = rows["reward"].clip(-1, 1) if clip_rewards else rows["reward"]
     known = (x[num_frames - 1 :] for x in (reward, rows["terminated"], rows["truncated"]))
@@ -368,7 +369,7 @@ def train(args: Args) -> Path:
     # compile: the names stay, so the loop below is unchanged. Gradients and Adam are traced into the same graph
     if args.compile:
         (update,) = compiled(device, update)
-    # compile: it becomes a CUDA graph: its first two calls run normally, the third records, later ones replay
+    # compile: an update becomes a CUDA graph: its first two calls run normally, the third records, later ones replay
     if args.cudagraphs and device.type == "cuda":
         update = CudaGraphModule(update, warmup=3)
     # compile: compiled code and graphs keep the numbers that they have read; if one changes, the run ends and names it
@@ -390,7 +391,7 @@ def train(args: Args) -> Path:
         # Learn. All the samples that the new transitions allow, before more transitions are collected
         while owed >= 1 and (batch := replay.sample(int(owed))):
             losses, error = update(*batch)
-            replay.write_back(error)
+            replay.write_back(error)  # takes effect after the next draw
             run.num_updates, owed = run.num_updates + 1, owed - 1
             if run.num_updates % args.target_network_frequency == 0:
                 move_towards(list(target_network.parameters()), optimizer.weights)
@@ -417,7 +418,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return policy
 
 
-# ---- Plumbing: all below is the same text in every script that has it, and no part of the algorithm ---------------
+# ---- Plumbing: all below is the same text in every script that has it ---------------------------------------------
 
 
 class EpisodeStatistics:
@@ -1015,7 +1016,7 @@ class Envs:
 
 
 def check_layers(module: nn.Module) -> None:
-    """Refuse layers that compute differently in acting and learning: acting gets only weights and its own batches."""
+    """Refuse layers that compute differently in acting and learning: acting has no buffers and its own batches."""
     kinds = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
     found = [f"layer `{name}`, {layer}" for name, layer in module.named_modules() if isinstance(layer, kinds)]
     found += [f"buffer `{name}`" for name, _ in module.named_buffers()]
@@ -1208,13 +1209,13 @@ class Runners:
         self.alive, self.restarts, self.late = set(), 0, 0
 
     def note(self, report: dict) -> None:
-        """Add the report of a fragment that is learnt from to the counts."""
+        """Count a fragment that is learnt from."""
         self.run.step += report["steps"]
         self.staleness.append(self.run.num_updates - report["version"])
         self.note_anyway(report)
 
     def note_anyway(self, report: dict) -> None:
-        """Add what counts even if a fragment came too late to learn from: episodes that ended, where time went."""
+        """Count what is true of late fragments, too: episodes that ended, where time went."""
         self.run.episodes += report["episodes"]
         for name, seconds in report["seconds"].items():
             self.seconds[name] += seconds
@@ -1387,7 +1388,7 @@ class RayRunners(Runners):
         self.own_ray, self.ray = "ray" not in sys.modules or not sys.modules["ray"].is_initialized(), start_ray(args)
         place = {"num_cpus": args.cpus_per_runner, "num_gpus": args.gpus_per_runner, "scheduling_strategy": "SPREAD"}
         self.remote, self.actors, self.places, self.weights = self.ray.remote(**place)(RemoteRunner), {}, {}, None
-        # Most fragments requested of a runner at once, and how many updates old one may be
+        # Most fragments requested of a runner at once; most updates that one may be late
         asking = {"batched": (1, 0), "first-ready": (1, 1)}
         self.ahead, self.most_stale = asking.get(getattr(args, "rollout", None), (2, math.inf))
         # Reference of a report -> index of its runner, reference of its fragment (None while the runner is starting)
@@ -1457,8 +1458,7 @@ class RayRunners(Runners):
     def hear(self, reference, found: list | None = None, num_ours: int = 0) -> None:
         """Handle a finished call: admit a runner that has started, or store a fragment and its report.
 
-        These go to a free place in `found`. Places from `num_ours` on are for other learners: their fragments stay
-        references.
+        A fragment takes a free place in `found`. From place `num_ours` on, for other learners, it stays a reference.
         """
         index, fragment = self.in_flight.pop(reference, (None, None))
         if index is None:
@@ -2006,7 +2006,7 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Write a line, with means over the episodes since the one before, and save if due; at most once for a step."""
+        """Write a line, with means over the episodes since the one before, and save if due; once per step at most."""
         seconds = time.perf_counter() - self.start_time
         metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
@@ -2068,7 +2068,7 @@ class Run:
         return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
 
     def stop_if_asked(self) -> None:
-        """After a signal, end the run within a rollout, which may take minutes, with the weights of its last update."""
+        """After a signal, end the run now, not after the rollout, which may take minutes; save the last update."""
         if self.stopped_by is not None:
             self.close()
 

@@ -16,9 +16,9 @@ https://arxiv.org/abs/1509.06461.
 Its compiled twin is `dqn_torchcompile.py`; a diff of the two shows what compiling changes.
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = number of actions, P = number of parameters.
 
-Settings are those of CleanRL's script of the same name. Departures from it: rows in which environments reset themselves
-are neither stored nor counted; there is one update per `train_frequency` steps that do count, no matter how many
-environments take them.
+Settings are those of CleanRL's script of the same name. Departures from it: an environment resets in the step after an
+episode's end, and this row is neither stored nor counted; there is one update per `train_frequency` steps that do
+count, no matter how many environments take them.
 
 Reading order: settings, networks, formulas, then `train`, the algorithm. Below the `# ----` line is only plumbing.
 """
@@ -68,7 +68,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
-    override: tuple[str, ...] = ()  # with --resume: NAME=VALUE of settings that may change; a wrong NAME lists them
+    override: tuple[str, ...] = ()  # with --resume: change a setting, NAME=VALUE; a wrong NAME lists what may change
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 1_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
@@ -147,9 +147,9 @@ def train(args: Args) -> Path:
     target_network = deepcopy(network)
     optimizer, buffer = Adam(network, args.learning_rate), ReplayBuffer(args.buffer_size, envs.obs_dim, 1, device)
     # A single observation is too little work for a GPU, or for PyTorch: the policy acts on the CPU, in NumPy
-    actor = network if device.type == "cpu" else deepcopy(network).cpu()
-    q_values = numpy_mlp(actor.net)
-    check_policy(q_values, actor, actor, envs.obs_dim)
+    collector = network if device.type == "cpu" else deepcopy(network).cpu()
+    q_values = numpy_mlp(collector.net)
+    check_policy(q_values, collector, collector, envs.obs_dim)
 
     def update() -> Tensor:
         """One step of Adam on the squared TD errors of a batch drawn from the buffer -> `METRICS`."""
@@ -165,7 +165,7 @@ def train(args: Args) -> Path:
 
     buffers = {"buffer": buffer} if args.save_replay else {}
     run.open(envs, network=network, target_network=target_network, optimizer=optimizer, **buffers)
-    actor.load_state_dict(network.state_dict())  # the weights as loaded
+    collector.load_state_dict(network.state_dict())  # the weights as loaded
     run.num_updates = run.step // args.train_frequency  # as saved, unless --override changed the frequency
     losses, steps_per_move = None, args.target_network_frequency // args.train_frequency
     episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
@@ -203,8 +203,8 @@ def train(args: Args) -> Path:
             if run.num_updates % steps_per_move == 0:
                 layer_buffers = zip(target_network.buffers(), network.buffers(), strict=True)
                 move_towards(list(target_network.parameters()), optimizer.weights, args.tau, layer_buffers)
-        if actor is not network and run.step > first_update:
-            copy_to_cpu(network, actor)
+        if collector is not network and run.step > first_update:
+            copy_to_cpu(network, collector)
 
         # Log
         if run.is_due():
@@ -221,7 +221,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return lambda obs: envs.action_space.start + q_values(obs).argmax(1)
 
 
-# ---- Plumbing: all below is the same text in every script that has it, and no part of the algorithm ---------------
+# ---- Plumbing: all below is the same text in every script that has it ---------------------------------------------
 
 
 def free_memory(device: torch.device) -> float:
@@ -919,7 +919,7 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Write a line, with means over the episodes since the one before, and save if due; at most once for a step."""
+        """Write a line, with means over the episodes since the one before, and save if due; once per step at most."""
         seconds = time.perf_counter() - self.start_time
         metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
@@ -981,7 +981,7 @@ class Run:
         return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
 
     def stop_if_asked(self) -> None:
-        """After a signal, end the run within a rollout, which may take minutes, with the weights of its last update."""
+        """After a signal, end the run now, not after the rollout, which may take minutes; save the last update."""
         if self.stopped_by is not None:
             self.close()
 

@@ -11,20 +11,20 @@ Espeholt et al. (2018), "IMPALA: Scalable Distributed Deep-RL with Importance We
 https://arxiv.org/abs/1802.01561; the network for frames: Mnih et al. (2015), https://doi.org/10.1038/nature14236.
 
     python impala_ray.py --env-id CartPole-v1 --num-runners 2 --envs-per-runner 16
-    python impala_ray.py --env-id Pong-v5 --learning-rate 6e-4 --adam-eps 1e-5
+    python impala_ray.py --env-id Pong-v5 --learning-rate 6e-4 --adam-eps 1e-5 \\
         --ent-coef 0.01 --clip-rewards
     python impala_ray.py --ray-address auto --num-runners 64    # on a cluster (`ray start` on each node)
 
 Its compiled twin is `impala_ray_torchcompile.py`; a diff of the two shows what compiling changes.
-Shapes: T = fragment_steps, V = envs_per_runner, N = V * batch_fragments, O = size of an observation, A = number of
-actions, or size of an action of a Box, P = number of parameters.
+Shapes: T = fragment_steps, S = T / batch_updates, V = envs_per_runner, N = V * batch_fragments, O = size of an
+observation, A = number of actions, or size of an action of a Box, P = number of parameters.
 
 Runners step environments with a policy that may be some updates old, and send fragments: T steps of V environments with
-the probabilities of the actions. V-trace lets the learner (this process) use the data of such an older policy. With
---num-runners 0, everything runs in this process, one step after another, reproducibly and without Ray.
+the probabilities of the actions. The learner (this process) makes an update from each stretch of S steps; V-trace
+corrects for the policy's age. With --num-runners 0, everything runs in this process, reproducibly and without Ray.
 
-Departures from the paper: Adam instead of RMSProp, means instead of sums, no LSTM; a truncated episode bootstraps from
-the value of its last observation, and the rows in which environments reset themselves are masked.
+Departures from the paper: Adam, means instead of sums, no LSTM; V-trace ends with a stretch; a truncated episode
+bootstraps from the value of its last observation; environments reset in the step after an episode's end, a masked row.
 
 Reading order: settings, networks, formulas; `Runner`, `make_learner`, and `train`, which joins them. Then plumbing.
 """
@@ -77,7 +77,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
-    override: tuple[str, ...] = ()  # with --resume: NAME=VALUE of settings that may change; a wrong NAME lists them
+    override: tuple[str, ...] = ()  # with --resume: change a setting, NAME=VALUE; a wrong NAME lists what may change
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 10_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
@@ -98,7 +98,7 @@ class Args:
     envs_per_runner: int = 16  # environments of each runner
     cpus_per_runner: float = 1.0  # CPU cores that Ray reserves per runner; may be fractional
     gpus_per_runner: float = 0.0  # GPUs per runner; may be fractional; policies on frames then run there
-    num_learners: int = 1  # learners, including this process; each has its own batch; their gradients are summed
+    num_learners: int = 1  # learners, including this process; each has its own batch; rows' gradients are averaged
     cpus_per_learner: float = 1.0  # CPU cores that Ray reserves per learner, except for this process
     gpus_per_learner: float = 0.0  # GPUs per learner, except for this process, which uses --device
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
@@ -108,9 +108,9 @@ class Args:
     # IMPALA
     fragment_steps: int = 32  # steps of each environment in a fragment
     batch_fragments: int = 1  # fragments in a learner's batch
-    batch_updates: int = 4  # gradient steps per batch, each on an equal stretch of its time steps
+    batch_updates: int = 4  # gradient steps per batch, each on an equal stretch of its steps; V-trace ends with it
     learning_rate: float = 1e-3  # of Adam
-    adam_eps: float = 1e-3  # of Adam: damps steps on gradients that are only noise, like the 0.1 of the paper's RMSProp
+    adam_eps: float = 1e-3  # of Adam: a large one damps steps on gradients that are only noise
     anneal_lr: bool = True  # lower the learning rate linearly to zero
     gamma: float = 0.99  # discount factor
     rho_bar: float = 1.0  # upper bound on the importance weight of a temporal difference and of an advantage
@@ -268,7 +268,7 @@ def clip(gradients: tuple[Tensor, ...], max_norm: float) -> tuple[Tensor, ...]:
 
 
 class Runner:
-    """The paper's actor: V environments and a copy of the policy, which steps them T times with the same weights."""
+    """The paper's actor: V environments and a copy of the policy, which takes T steps in each with the same weights."""
 
     def __init__(self, args: Args, seeds: list[int]):
         self.args, self.envs = args, open_envs(args, seeds)
@@ -323,7 +323,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
     def gradient(obs: Tensor, action: Tensor, rows: Tensor) -> Tensor:
         """One vector of sums over rows: number of valid rows, gradient of the loss (P,), METRICS.
 
-        From obs (T + 1, N, O), action (T, N[, A]), rows (T, N, 5): reward, terminated, truncated, valid, log-prob.
+        From obs (S + 1, N, O), action (S, N[, A]), rows (S, N, 5): reward, terminated, truncated, valid, log-prob.
         """
         reward, terminated, truncated, valid, behaviour_log_prob = rows.unbind(2)
         if args.clip_rewards:
@@ -375,10 +375,10 @@ def train(args: Args) -> Path:
         if args.anneal_lr:
             optimizer.learning_rate.fill_(args.learning_rate * max(0.0, 1 - run.step / args.total_timesteps))
 
-        # Collect. The fragments that are ready first; those of one runner come in the order of its requests
+        # Collect. The fragments that are ready first. Two are requested of each runner, and come in that order
         _reports, fragments = runners.collect(args.batch_fragments, args.num_learners)
 
-        # Learn. The first fragments are this learner's
+        # Learn, by `batch_updates` steps. The first fragments are this learner's
         learners.update(optimizer.learning_rate, fragments[args.batch_fragments :])
         losses = learn(fragments[: args.batch_fragments])
         run.num_updates += 1
@@ -404,7 +404,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return policy
 
 
-# ---- Plumbing: all below is the same text in every script that has it, and no part of the algorithm ---------------
+# ---- Plumbing: all below is the same text in every script that has it ---------------------------------------------
 
 
 class EpisodeStatistics:
@@ -797,7 +797,7 @@ class Envs:
 
 
 def check_layers(module: nn.Module) -> None:
-    """Refuse layers that compute differently in acting and learning: acting gets only weights and its own batches."""
+    """Refuse layers that compute differently in acting and learning: acting has no buffers and its own batches."""
     kinds = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
     found = [f"layer `{name}`, {layer}" for name, layer in module.named_modules() if isinstance(layer, kinds)]
     found += [f"buffer `{name}`" for name, _ in module.named_buffers()]
@@ -901,13 +901,13 @@ class Runners:
         self.alive, self.restarts, self.late = set(), 0, 0
 
     def note(self, report: dict) -> None:
-        """Add the report of a fragment that is learnt from to the counts."""
+        """Count a fragment that is learnt from."""
         self.run.step += report["steps"]
         self.staleness.append(self.run.num_updates - report["version"])
         self.note_anyway(report)
 
     def note_anyway(self, report: dict) -> None:
-        """Add what counts even if a fragment came too late to learn from: episodes that ended, where time went."""
+        """Count what is true of late fragments, too: episodes that ended, where time went."""
         self.run.episodes += report["episodes"]
         for name, seconds in report["seconds"].items():
             self.seconds[name] += seconds
@@ -1080,7 +1080,7 @@ class RayRunners(Runners):
         self.own_ray, self.ray = "ray" not in sys.modules or not sys.modules["ray"].is_initialized(), start_ray(args)
         place = {"num_cpus": args.cpus_per_runner, "num_gpus": args.gpus_per_runner, "scheduling_strategy": "SPREAD"}
         self.remote, self.actors, self.places, self.weights = self.ray.remote(**place)(RemoteRunner), {}, {}, None
-        # Most fragments requested of a runner at once, and how many updates old one may be
+        # Most fragments requested of a runner at once; most updates that one may be late
         asking = {"batched": (1, 0), "first-ready": (1, 1)}
         self.ahead, self.most_stale = asking.get(getattr(args, "rollout", None), (2, math.inf))
         # Reference of a report -> index of its runner, reference of its fragment (None while the runner is starting)
@@ -1150,8 +1150,7 @@ class RayRunners(Runners):
     def hear(self, reference, found: list | None = None, num_ours: int = 0) -> None:
         """Handle a finished call: admit a runner that has started, or store a fragment and its report.
 
-        These go to a free place in `found`. Places from `num_ours` on are for other learners: their fragments stay
-        references.
+        A fragment takes a free place in `found`. From place `num_ours` on, for other learners, it stays a reference.
         """
         index, fragment = self.in_flight.pop(reference, (None, None))
         if index is None:
@@ -1568,7 +1567,7 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Write a line, with means over the episodes since the one before, and save if due; at most once for a step."""
+        """Write a line, with means over the episodes since the one before, and save if due; once per step at most."""
         seconds = time.perf_counter() - self.start_time
         metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
@@ -1630,7 +1629,7 @@ class Run:
         return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
 
     def stop_if_asked(self) -> None:
-        """After a signal, end the run within a rollout, which may take minutes, with the weights of its last update."""
+        """After a signal, end the run now, not after the rollout, which may take minutes; save the last update."""
         if self.stopped_by is not None:
             self.close()
 

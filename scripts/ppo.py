@@ -18,8 +18,8 @@ Shapes: T = num_steps, N = num_envs, B = T * N, M = rows of a minibatch, O = siz
 actions, P = number of parameters.
 
 Settings are those of CleanRL's script of the same name. Departures from it: a truncated episode bootstraps from the
-value of its last observation, and the rows in which environments reset themselves are masked; --target-kl tests the
-mean approx_kl of an epoch.
+value of its last observation; an environment resets in the step after an episode's end, and this row is masked;
+--target-kl tests the mean approx_kl of an epoch.
 
 Reading order: settings, networks, formulas, then `train`, the algorithm. Below the `# ----` line is only plumbing.
 """
@@ -69,7 +69,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
-    override: tuple[str, ...] = ()  # with --resume: NAME=VALUE of settings that may change; a wrong NAME lists them
+    override: tuple[str, ...] = ()  # with --resume: change a setting, NAME=VALUE; a wrong NAME lists what may change
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
     track: bool = False  # send the TensorBoard events to Weights & Biases too
@@ -180,7 +180,7 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean over rows of the larger squared error: that of the value, or of the value clipped near the old."""
+    """Half the mean of max(error ** 2, clipped error ** 2): the clipped value is at most clip_coef from the old one."""
     error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
@@ -301,7 +301,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return lambda obs: envs.action_space.start + policy(obs).argmax(1)
 
 
-# ---- Plumbing: all below is the same text in every script that has it, and no part of the algorithm ---------------
+# ---- Plumbing: all below is the same text in every script that has it ---------------------------------------------
 
 
 class EpisodeStatistics:
@@ -947,7 +947,7 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Write a line, with means over the episodes since the one before, and save if due; at most once for a step."""
+        """Write a line, with means over the episodes since the one before, and save if due; once per step at most."""
         seconds = time.perf_counter() - self.start_time
         metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
@@ -1009,7 +1009,7 @@ class Run:
         return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
 
     def stop_if_asked(self) -> None:
-        """After a signal, end the run within a rollout, which may take minutes, with the weights of its last update."""
+        """After a signal, end the run now, not after the rollout, which may take minutes; save the last update."""
         if self.stopped_by is not None:
             self.close()
 

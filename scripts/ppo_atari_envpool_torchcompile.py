@@ -15,12 +15,12 @@ reinforcement learning", https://doi.org/10.1038/nature14236.
     python ppo_atari_envpool_torchcompile.py --env-id Breakout-v5 --seed 1
 
 Its eager twin is `ppo_atari_envpool.py`; a diff of the two shows what compiling changes.
-Shapes: T = num_steps, N = num_envs, n = environments of a pool, B = T * N, M = rows of a minibatch, F = frames,
-A = number of actions, P = number of parameters.
+Shapes: T = num_steps, N = num_envs, n = environments of a pool, B = T * N, M = rows of a minibatch, F = frames, A =
+number of actions, P = number of parameters. A step is four frames of the game (EnvPool's frame_skip).
 
-Settings are those of CleanRL's script of the same name. Departures from it: a truncated game bootstraps from the value
-of its last observation, and the rows in which games reset themselves are masked; a return is the score of a whole game,
-be it terminated or truncated; --target-kl tests the mean approx_kl of an epoch.
+Settings, except --env-id, are those of CleanRL's script of the same name. Departures from it: a truncated game
+bootstraps from the value of its last observation; a game resets in the step after its end, and this row is masked; a
+return is the score of a whole game, be it terminated or truncated; --target-kl tests the mean approx_kl of an epoch.
 
 Reading order: settings, networks, formulas, then `train`, the algorithm. Below the `# ----` line is only plumbing.
 """
@@ -66,7 +66,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
-    override: tuple[str, ...] = ()  # with --resume: NAME=VALUE of settings that may change; a wrong NAME lists them
+    override: tuple[str, ...] = ()  # with --resume: change a setting, NAME=VALUE; a wrong NAME lists what may change
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
     track: bool = False  # send the TensorBoard events to Weights & Biases too
@@ -214,7 +214,7 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean over rows of the larger squared error: that of the value, or of the value clipped near the old."""
+    """Half the mean of max(error ** 2, clipped error ** 2): the clipped value is at most clip_coef from the old one."""
     error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
@@ -240,10 +240,10 @@ def train(args: Args) -> Path:
 
     envs = Envs(args, run.env_seeds(args.num_envs))
     agent = ActorCritic(int(envs.action_space.n), torch.bfloat16 if args.bf16 else torch.float32).to(device)
-    actor, optimizer = agent.acting_copy(), Adam(agent, args.learning_rate, eps=1e-5)
+    collector, optimizer = agent.acting_copy(), Adam(agent, args.learning_rate, eps=1e-5)
 
     # The data of a rollout stays on the device, indexed by step, pool and game. Entry 0 is the frame stack before
-    # the rollout, entry t + 1 the one on which action t is chosen; of the last entry, only the value is used
+    # the rollout, entry t + 1 that of step t; of the last entry, only the value is used
     shape = (args.num_steps + 2, envs.num_pools, args.num_envs // envs.num_pools)
     obs = torch.zeros(*shape, 21, 21, 8, dtype=torch.int64, device=device)  # eight bytes at a time
     action, (log_prob, value) = torch.zeros_like(obs[..., 0, 0, 0]), torch.zeros(2, *shape, device=device)
@@ -258,7 +258,7 @@ def train(args: Args) -> Path:
         """
         before = obs.flatten(0, 1).index_select(0, number - envs.num_pools).squeeze(0)
         stack = push_frame(before, space_to_depth(newest[:, :84]), newest[:, 84, 0] == 1)
-        log_probs, values = actor(stack)
+        log_probs, values = collector(stack)
         sample = (log_probs - exponential.flatten(0, 1)[number].squeeze(0).log()).argmax(1)
         chosen = log_probs.gather(1, sample.unsqueeze(1)).squeeze(1)
         for kept, x in ((obs, stack.view(torch.int64)), (value, values), (action, sample), (log_prob, chosen)):
@@ -324,7 +324,7 @@ def train(args: Args) -> Path:
 
         # Collect. While the policy acts for one pool, the other one steps. Each game takes `num_steps` steps with the
         # same policy and the same random numbers as if all games ran in lock-step
-        actor.load_state_dict(agent.state_dict())
+        collector.load_state_dict(agent.state_dict())
         torch.set_num_threads(1)  # a second thread would take a core from the games
         exponential.exponential_()
         obs[0] = obs[-2]
@@ -378,7 +378,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return policy
 
 
-# ---- Plumbing: all below is the same text in every script that has it, and no part of the algorithm ---------------
+# ---- Plumbing: all below is the same text in every script that has it ---------------------------------------------
 
 
 class EpisodeStatistics:
@@ -635,7 +635,7 @@ def check_equal(names: list[str], first: list, now: list) -> None:
 
 
 def check_layers(module: nn.Module) -> None:
-    """Refuse layers that compute differently in acting and learning: acting gets only weights and its own batches."""
+    """Refuse layers that compute differently in acting and learning: acting has no buffers and its own batches."""
     kinds = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
     found = [f"layer `{name}`, {layer}" for name, layer in module.named_modules() if isinstance(layer, kinds)]
     found += [f"buffer `{name}`" for name, _ in module.named_buffers()]
@@ -1014,7 +1014,7 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Write a line, with means over the episodes since the one before, and save if due; at most once for a step."""
+        """Write a line, with means over the episodes since the one before, and save if due; once per step at most."""
         seconds = time.perf_counter() - self.start_time
         metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
@@ -1076,7 +1076,7 @@ class Run:
         return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
 
     def stop_if_asked(self) -> None:
-        """After a signal, end the run within a rollout, which may take minutes, with the weights of its last update."""
+        """After a signal, end the run now, not after the rollout, which may take minutes; save the last update."""
         if self.stopped_by is not None:
             self.close()
 

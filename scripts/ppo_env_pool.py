@@ -82,7 +82,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
-    override: tuple[str, ...] = ()  # with --resume: NAME=VALUE of settings that may change; a wrong NAME lists them
+    override: tuple[str, ...] = ()  # with --resume: change a setting, NAME=VALUE; a wrong NAME lists what may change
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
     track: bool = False  # send the TensorBoard events to Weights & Biases too
@@ -97,8 +97,8 @@ class Args:
     envs_per_worker: int = 1  # environments that each worker steps in turn
     ready_batch: int = 2  # act as soon as this many environments are ready; 0 waits for all of them (lock-step)
     start_method: Literal["spawn", "forkserver", "fork"] = "spawn"  # how multiprocessing starts the workers
-    step_timeout: float = 60.0  # seconds for a step or a reset of each of a worker's environments, then it is killed
-    max_restarts: int = 20  # restarts of dead workers allowed, anew after --resume; one more death ends the run
+    step_timeout: float = 60.0  # seconds per environment of a worker for a step or reset; a slower worker is killed
+    max_restarts: int = 20  # restarts of dead workers allowed (--resume counts from 0); one more death ends the run
 
     # PPO
     num_steps: int = 128  # steps of each environment in a rollout
@@ -231,7 +231,7 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean over rows of the larger squared error: that of the value, or of the value clipped near the old."""
+    """Half the mean of max(error ** 2, clipped error ** 2): the clipped value is at most clip_coef from the old one."""
     error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
@@ -266,19 +266,19 @@ def train(args: Args) -> Path:
     low, high = (None, None) if agent.is_discrete else (space.low.reshape(-1), space.high.reshape(-1))
     action_shape, action_type = ((), np.int64) if agent.is_discrete else (low.shape, np.float32)
 
-    def sampled(obs: np.ndarray) -> Tensor:
-        """Log-probability (B,) of action 0, or of zeros, under the distribution that `policy` and `noise` draw from."""
+    def acting(obs: np.ndarray) -> Tensor:
+        """Log-probability (B,) of action 0, or of zeros, by the policy that acts."""
         output = torch.from_numpy(policy(obs))
         if agent.is_discrete:
             return output.log_softmax(1)[:, 0]
         return normal_log_prob(torch.zeros_like(output), output, collector.log_std)
 
-    check_policy(sampled, lambda obs: collector(obs, torch.zeros(len(obs), *action_shape))[0], collector, pool.obs_dim)
+    check_policy(acting, lambda obs: collector(obs, torch.zeros(len(obs), *action_shape))[0], collector, pool.obs_dim)
 
     @torch.no_grad()
     def estimate(obs: Tensor, action: Tensor, reward: Tensor, terminated: Tensor, truncated: Tensor, valid: Tensor):
         """Rollout, all (T, N, ...) except obs (T + 1, N, O) -> rows to learn from (B, ...), and explained variance."""
-        actions = torch.cat([action, action[-1:]])  # only the value of the last observation is used
+        actions = torch.cat([action, action[-1:]])  # the last observation has no action: any will do
         log_prob, _, value = agent(obs.flatten(0, 1), actions.flatten(0, 1))
         log_prob, value = log_prob[:-num_envs], value.view(-1, num_envs)
         advantage = gae(reward, value, terminated, truncated, valid, args.gamma, args.gae_lambda)
@@ -340,7 +340,7 @@ def train(args: Args) -> Path:
             ready = ready[count[ready] < args.num_steps]
         previous, done = done[-1:], terminated | truncated
         valid = ~np.concatenate([previous, done[:-1]])  # the row after an episode's end is its reset
-        valid &= ~lost  # the row of a dead worker is masked; its episode ended with the row before
+        valid &= ~lost  # the row of a dead worker is masked; the row before it bootstraps, as after a truncation
         ended = statistics.update(reward, done | lost, valid)
         run.episodes += [x for x, was_lost in zip(ended, lost[done | lost], strict=True) if not was_lost]
         run.step += int(valid.sum())
@@ -374,7 +374,7 @@ def load_policy(checkpoint: dict, pool: "Pool"):
     return lambda obs: policy(obs.astype(np.float32)).clip(space.low.reshape(-1), space.high.reshape(-1))
 
 
-# ---- Plumbing: all below is the same text in every script that has it, and no part of the algorithm ---------------
+# ---- Plumbing: all below is the same text in every script that has it ---------------------------------------------
 
 
 class EpisodeStatistics:
@@ -824,7 +824,7 @@ class Pool:
         self.workers[worker.index] = self.start(worker.index)
 
     def reset(self) -> np.ndarray:
-        """The first observation of each environment (N, O), as they are after the start."""
+        """First observations (N, O): the workers have reset their environments at the start."""
         self.ready = list(range(self.args.num_workers))
         return self.recv(self.num_envs)[0]
 
@@ -1136,7 +1136,7 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Write a line, with means over the episodes since the one before, and save if due; at most once for a step."""
+        """Write a line, with means over the episodes since the one before, and save if due; once per step at most."""
         seconds = time.perf_counter() - self.start_time
         metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
@@ -1198,7 +1198,7 @@ class Run:
         return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
 
     def stop_if_asked(self) -> None:
-        """After a signal, end the run within a rollout, which may take minutes, with the weights of its last update."""
+        """After a signal, end the run now, not after the rollout, which may take minutes; save the last update."""
         if self.stopped_by is not None:
             self.close()
 

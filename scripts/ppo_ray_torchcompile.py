@@ -12,7 +12,6 @@ below refer to it. Advantages: Schulman et al. (2016), "High-Dimensional Continu
 Estimation", https://arxiv.org/abs/1506.02438; the network for frames by Mnih et al. (2015).
 
     python ppo_ray_torchcompile.py --env-id CartPole-v1 --num-runners 2 --envs-per-runner 4
-    python ppo_ray_torchcompile.py --env-id HalfCheetah-v4 --envs-per-runner 1 --norm-obs --norm-rewards
     python ppo_ray_torchcompile.py --ray-address auto --num-runners 64    # on a cluster (`ray start` on each node)
 
 Its eager twin is `ppo_ray.py`; a diff of the two shows what compiling changes.
@@ -21,10 +20,11 @@ environments whose rows a learner gets, B = T * N, K = num_minibatches, M = B / 
 observation, A = number of actions, or size of an action of a Box, P = number of parameters.
 
 This is PPO as in `ppo.py` and `ppo_continuous_action.py` along three axes: runners, environments, learners.
---num-runners 0: all in this process, reproducibly, without Ray. --rollout batched: each runner takes T steps with the
-newest weights, and all wait for the slowest: on-policy. first-ready: a batch is the first W fragments to arrive, while
-runners keep going; late ones go into the next batch, with the probabilities recorded then, unless older than one
-update. Departures from CleanRL: those of both, and observations are normalized by statistics sent with the request.
+--num-runners 0: all in this process, reproducibly, without Ray. A runner sends fragments, T steps of its V
+environments. --rollout batched: all fragments have the newest weights, and the slowest is awaited: on-policy.
+first-ready: a batch is the first W fragments to arrive, while runners keep going; a late one goes into the next batch
+with its recorded probabilities, or is dropped if over one update old. Departures from CleanRL: those of both files;
+observations are normalized by the learner's last statistics.
 
 Reading order: settings, networks, formulas; `Runner`, `make_learner`, `train`. Then layers of `ppo.py`, and plumbing.
 """
@@ -79,7 +79,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
-    override: tuple[str, ...] = ()  # with --resume: NAME=VALUE of settings that may change; a wrong NAME lists them
+    override: tuple[str, ...] = ()  # with --resume: change a setting, NAME=VALUE; a wrong NAME lists what may change
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
     track: bool = False  # send the TensorBoard events to Weights & Biases too
@@ -218,7 +218,7 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean over rows of the larger squared error: that of the value, or of the value clipped near the old."""
+    """Half the mean of max(error ** 2, clipped error ** 2): the clipped value is at most clip_coef from the old one."""
     error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
@@ -227,7 +227,7 @@ def clipped_value_loss(
 
 
 class Runner:
-    """V environments and a copy of the policy, which steps each of them T times with the same weights."""
+    """V environments and a copy of the policy, which takes T steps in each with the same weights."""
 
     def __init__(self, args: Args, seeds: list[int]):
         self.args, self.envs = args, open_envs(args, seeds)
@@ -247,7 +247,7 @@ class Runner:
 
     @torch.no_grad()
     def sample(self, version: int, weights: np.ndarray, *known: tuple) -> tuple[dict, tuple[np.ndarray, ...]]:
-        """T steps with weights (P,), `known` moments of the learner -> report with the fragment's moments; fragment."""
+        """T steps with weights (P,), moments of the learner (`known`) -> report with the fragment's; fragment."""
         self.clock.lap("runners_waiting")
         set_weights(self.agent, weights)
         set_moments(self.obs_norm, *known[0])
@@ -264,10 +264,10 @@ class Runner:
             sample = output[here] + noise[here]
             action[here] = sample.argmax(-1) if is_discrete else sample
             self.clock.lap("inference")
-            came, after, here, rows = self.turns.step(here, self.agent.to_env(action[here]), shape[0])
-            raw_obs[after], reward[came], terminated[came], truncated[came] = rows
-            obs[after] = normalize(raw_obs[after])
-            spent[came] = self.clock.lap("env_step")
+            result_at, obs_at, here, rows = self.turns.step(here, self.agent.to_env(action[here]), shape[0])
+            raw_obs[obs_at], reward[result_at], terminated[result_at], truncated[result_at] = rows
+            obs[obs_at] = normalize(raw_obs[obs_at])
+            spent[result_at] = self.clock.lap("env_step")
         previous, self.obs, self.done = self.done[-1:], raw_obs[-1], terminated | truncated
         valid = ~np.concatenate([previous, self.done[:-1]])  # the row after an episode's end is its reset
         episodes = self.statistics.update(reward, self.done, valid)
@@ -307,13 +307,13 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         rows = (obs[:-1], action, log_prob, value[:-1], advantage, returns, valid)
         return explained_variance, *(x.flatten(0, 1) for x in rows)
 
-    def gradient(index: Tensor, spread: Tensor, *batch: Tensor) -> Tensor:
-        """Sums over rows `index` (M,): valid rows, loss gradient (P,), METRICS. `spread`: advantages' mean, std."""
+    def gradient(index: Tensor, stats: Tensor, *batch: Tensor) -> Tensor:
+        """Sums over rows `index` (M,): valid rows, loss gradient (P,), METRICS. `stats`: advantages' mean, std."""
         obs, action, old_log_prob, old_value, advantage, returns, valid = (x[index] for x in batch)
         output, value = agent(obs)
         log_ratio = agent.log_prob(output, action) - old_log_prob
         ratio = log_ratio.exp()
-        policy_loss = clipped_policy_loss(ratio, (advantage - spread[0]) / (spread[1] + 1e-8), valid, args.clip_coef)
+        policy_loss = clipped_policy_loss(ratio, (advantage - stats[0]) / (stats[1] + 1e-8), valid, args.clip_coef)
         clip_value = args.clip_coef if args.clip_vloss else None
         value_loss = clipped_value_loss(value, old_value, returns, valid, clip_value)
         entropy = masked_mean(agent.entropy(output), valid)
@@ -332,13 +332,13 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         optimizer.step(clip([x.view_as(weight) for x, weight in parts], args.max_grad_norm))
         return means[num_weights:]
 
-    def update_minibatch(index: Tensor, spread: Tensor, *batch: Tensor) -> Tensor:
+    def update_minibatch(index: Tensor, stats: Tensor, *batch: Tensor) -> Tensor:
         """Learn from a minibatch. Several learners exchange one vector, and take the same step."""
-        return descend(add_up(gradient(index, spread, *batch)) if add_up else gradient(index, spread, *batch))
+        return descend(add_up(gradient(index, stats, *batch)) if add_up else gradient(index, stats, *batch))
 
-    def update_epoch(permutation: Tensor, spreads: Tensor, *batch: Tensor) -> Tensor:
+    def update_epoch(permutation: Tensor, all_stats: Tensor, *batch: Tensor) -> Tensor:
         """One pass over the batch in minibatches, the rows of `permutation` (K, M) -> the mean of their losses."""
-        return torch.stack([update_minibatch(*x, *batch) for x in zip(permutation, spreads, strict=True)]).mean(0)
+        return torch.stack([update_minibatch(*x, *batch) for x in zip(permutation, all_stats, strict=True)]).mean(0)
 
     # compile: the names stay. Gradient and Adam are one graph; with several learners two, before and after their sum
     if args.compile and add_up:
@@ -357,9 +357,9 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         """Learn from fragments -> METRICS, explained variance, learning rate. All learners take rows in one order."""
         explained_variance, *batch = estimate(*to_batch(fragments, device))
         permutations = draw_permutations(args, int(optimizer.steps), len(batch[0])).to(device)
-        spreads = spread_of(batch[4][permutations], batch[6][permutations], args.norm_adv, add_up)
-        for permutation, spread in zip(permutations, spreads, strict=True):
-            losses = update_epoch(permutation, spread, *batch)
+        all_stats = advantage_stats(batch[4][permutations], batch[6][permutations], args.norm_adv, add_up)
+        for permutation, stats in zip(permutations, all_stats, strict=True):
+            losses = update_epoch(permutation, stats, *batch)
             if args.target_kl is not None and losses[METRICS.index("losses/approx_kl")] > args.target_kl:
                 break
         return torch.stack([*losses, explained_variance, optimizer.learning_rate])
@@ -420,7 +420,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return policy
 
 
-# ---- Plumbing: all below is the same text in every script that has it, and no part of the algorithm ---------------
+# ---- Plumbing: all below is the same text in every script that has it ---------------------------------------------
 
 
 def mlp(inputs: int, outputs: int, output_gain: float) -> nn.Sequential:
@@ -1165,7 +1165,7 @@ class FirstReady:
 
 
 def check_layers(module: nn.Module) -> None:
-    """Refuse layers that compute differently in acting and learning: acting gets only weights and its own batches."""
+    """Refuse layers that compute differently in acting and learning: acting has no buffers and its own batches."""
     kinds = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
     found = [f"layer `{name}`, {layer}" for name, layer in module.named_modules() if isinstance(layer, kinds)]
     found += [f"buffer `{name}`" for name, _ in module.named_buffers()]
@@ -1240,7 +1240,7 @@ def draw_permutations(args: Args, num_steps: int, num_rows: int) -> Tensor:
     return torch.stack(orders).view(args.update_epochs, args.num_minibatches, -1)
 
 
-def spread_of(advantage: Tensor, valid: Tensor, norm_adv: bool, add_up=None) -> Tensor:
+def advantage_stats(advantage: Tensor, valid: Tensor, norm_adv: bool, add_up=None) -> Tensor:
     """Mean and standard deviation of the advantages in each minibatch, over all learners: (E, K, M) -> (E, K, 2)."""
     if not norm_adv:
         return advantage.new_tensor([0.0, 1.0]).expand(*advantage.shape[:2], 2)
@@ -1295,13 +1295,13 @@ class Runners:
         self.alive, self.restarts, self.late = set(), 0, 0
 
     def note(self, report: dict) -> None:
-        """Add the report of a fragment that is learnt from to the counts."""
+        """Count a fragment that is learnt from."""
         self.run.step += report["steps"]
         self.staleness.append(self.run.num_updates - report["version"])
         self.note_anyway(report)
 
     def note_anyway(self, report: dict) -> None:
-        """Add what counts even if a fragment came too late to learn from: episodes that ended, where time went."""
+        """Count what is true of late fragments, too: episodes that ended, where time went."""
         self.run.episodes += report["episodes"]
         for name, seconds in report["seconds"].items():
             self.seconds[name] += seconds
@@ -1474,7 +1474,7 @@ class RayRunners(Runners):
         self.own_ray, self.ray = "ray" not in sys.modules or not sys.modules["ray"].is_initialized(), start_ray(args)
         place = {"num_cpus": args.cpus_per_runner, "num_gpus": args.gpus_per_runner, "scheduling_strategy": "SPREAD"}
         self.remote, self.actors, self.places, self.weights = self.ray.remote(**place)(RemoteRunner), {}, {}, None
-        # Most fragments requested of a runner at once, and how many updates old one may be
+        # Most fragments requested of a runner at once; most updates that one may be late
         asking = {"batched": (1, 0), "first-ready": (1, 1)}
         self.ahead, self.most_stale = asking.get(getattr(args, "rollout", None), (2, math.inf))
         # Reference of a report -> index of its runner, reference of its fragment (None while the runner is starting)
@@ -1544,8 +1544,7 @@ class RayRunners(Runners):
     def hear(self, reference, found: list | None = None, num_ours: int = 0) -> None:
         """Handle a finished call: admit a runner that has started, or store a fragment and its report.
 
-        These go to a free place in `found`. Places from `num_ours` on are for other learners: their fragments stay
-        references.
+        A fragment takes a free place in `found`. From place `num_ours` on, for other learners, it stays a reference.
         """
         index, fragment = self.in_flight.pop(reference, (None, None))
         if index is None:
@@ -1972,7 +1971,7 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Write a line, with means over the episodes since the one before, and save if due; at most once for a step."""
+        """Write a line, with means over the episodes since the one before, and save if due; once per step at most."""
         seconds = time.perf_counter() - self.start_time
         metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
@@ -2034,7 +2033,7 @@ class Run:
         return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
 
     def stop_if_asked(self) -> None:
-        """After a signal, end the run within a rollout, which may take minutes, with the weights of its last update."""
+        """After a signal, end the run now, not after the rollout, which may take minutes; save the last update."""
         if self.stopped_by is not None:
             self.close()
 

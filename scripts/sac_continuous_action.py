@@ -15,10 +15,10 @@ numbers below refer to it.
 Its compiled twin is `sac_continuous_action_torchcompile.py`; a diff of the two shows what compiling changes.
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = of an action, P = number of parameters.
 
-Settings are those of CleanRL's script of the same name. Departures from it: rows in which environments reset themselves
-are neither stored nor counted; there is one update per stored transition, no matter how many environments collect
-them; the log-probability of a squashed action is exact, without a 1e-6 that keeps its logarithm finite; and the
-temperature is updated with the same sampled actions as the actor, not with fresh ones.
+Settings, except --env-id, are those of CleanRL's script of the same name. Departures from it: an environment resets in
+the step after an episode's end, and this row is neither stored nor counted; there is one update per stored transition,
+however many environments collect them; the log-probability of a squashed action is exact, without a 1e-6 that keeps its
+logarithm finite; and the temperature is updated with the same sampled actions as the actor, not with fresh ones.
 
 Reading order: settings, networks, formulas, then `train`, the algorithm. Below the `# ----` line is only plumbing.
 """
@@ -68,7 +68,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
-    override: tuple[str, ...] = ()  # with --resume: NAME=VALUE of settings that may change; a wrong NAME lists them
+    override: tuple[str, ...] = ()  # with --resume: change a setting, NAME=VALUE; a wrong NAME lists what may change
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 1_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
@@ -93,7 +93,7 @@ class Args:
     learning_starts: int = 5_000  # environment steps before the first update
     policy_lr: float = 3e-4  # learning rate of the actor
     q_lr: float = 1e-3  # learning rate of the critics, and of the temperature
-    policy_frequency: int = 2  # the actor learns at every n-th update of the critics
+    policy_frequency: int = 2  # the actor learns at every n-th update of the critics (SAC's takes n steps then)
     target_network_frequency: int = 1  # updates of the critics for each update of the target networks
     gradient_steps: int | None = None  # updates after each step of all environments; by default one per new transition
     alpha: float = 0.2  # temperature (weight of the entropy) used without --autotune
@@ -240,7 +240,7 @@ def train(args: Args) -> Path:
         actor_optimizer.step(torch.autograd.grad(actor_loss, actor_optimizer.weights))
         alpha, alpha_loss = temperature(), torch.zeros_like(actor_loss)
         if args.autotune:
-            alpha_loss = (alpha * (action_dim - log_prob.detach())).mean()  # the entropy minus its target, -A
+            alpha_loss = (alpha * (action_dim - log_prob.detach())).mean()  # entropy minus its target, which is -A
             alpha_optimizer.step(torch.autograd.grad(alpha_loss, alpha_optimizer.weights))
         return actor_loss.detach(), alpha.detach(), alpha_loss.detach()
 
@@ -311,7 +311,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return policy
 
 
-# ---- Plumbing: all below is the same text in every script that has it, and no part of the algorithm ---------------
+# ---- Plumbing: all below is the same text in every script that has it ---------------------------------------------
 
 
 def free_memory(device: torch.device) -> float:
@@ -404,8 +404,8 @@ class Courier:
     def ask(self, obs: np.ndarray) -> None:
         """Queue an action for observations (N, O) with the current weights, ahead of any later work on the device.
 
-        NumPy draws the acting noise and PyTorch the learning noise, so their order changes neither.
-        Do not ask before a log line, where a checkpoint may be saved: a resumed run draws its first action's noise.
+        NumPy draws the acting noise and PyTorch the learning noise, so it does not matter which is drawn first.
+        Do not ask before a log line, where a checkpoint may be saved: the resumed run would draw this noise again.
         """
         noise = np.random.standard_normal((len(obs), self.action_dim))
         action = self.act(self.send(obs.astype(np.float32)), self.send(noise.astype(np.float32)))
@@ -1020,7 +1020,7 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Write a line, with means over the episodes since the one before, and save if due; at most once for a step."""
+        """Write a line, with means over the episodes since the one before, and save if due; once per step at most."""
         seconds = time.perf_counter() - self.start_time
         metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
@@ -1082,7 +1082,7 @@ class Run:
         return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
 
     def stop_if_asked(self) -> None:
-        """After a signal, end the run within a rollout, which may take minutes, with the weights of its last update."""
+        """After a signal, end the run now, not after the rollout, which may take minutes; save the last update."""
         if self.stopped_by is not None:
             self.close()
 

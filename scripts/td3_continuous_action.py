@@ -15,9 +15,10 @@ https://arxiv.org/abs/1802.09477; this is its algorithm 1.
 Its compiled twin is `td3_continuous_action_torchcompile.py`; a diff of the two shows what compiling changes.
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = of an action, P = number of parameters.
 
-Settings are those of CleanRL's script of the same name. Departures from it: rows in which environments reset themselves
-are neither stored nor counted; there is one update per step that does count, no matter how many environments take them;
-the target action is clipped to the bounds of each dimension, not to those of the first.
+Settings, except --env-id, are those of CleanRL's script of the same name. Departures from it: an environment resets in
+the step after an episode's end, and this row is neither stored nor counted; there is one update per step that does
+count, no matter how many environments take them; the target action is clipped to the bounds of each dimension, not to
+those of the first.
 
 Reading order: settings, networks, formulas, then `train`, the algorithm. Below the `# ----` line is only plumbing.
 """
@@ -66,7 +67,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
-    override: tuple[str, ...] = ()  # with --resume: NAME=VALUE of settings that may change; a wrong NAME lists them
+    override: tuple[str, ...] = ()  # with --resume: change a setting, NAME=VALUE; a wrong NAME lists what may change
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 1_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
@@ -90,7 +91,7 @@ class Args:
     tau: float = 0.005  # target networks: target <- (1 - tau) * target + tau * online
     batch_size: int = 256  # transitions in one update
     learning_starts: int = 25_000  # environment steps before the first update
-    policy_frequency: int = 2  # the actor learns at every n-th update of the critics
+    policy_frequency: int = 2  # the actor learns at every n-th update of the critics (SAC's takes n steps then)
     gradient_steps: int | None = None  # updates after each step of all environments; by default one per new transition
     exploration_noise: float = 0.1  # std of the noise on actions taken, as a fraction of half the action's range
     policy_noise: float = 0.2  # std of the noise on target actions (target policy smoothing), in the same unit
@@ -269,7 +270,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return torch.no_grad()(lambda obs: actor(torch.from_numpy(obs.astype(np.float32))).numpy().clip(*bounds))
 
 
-# ---- Plumbing: all below is the same text in every script that has it, and no part of the algorithm ---------------
+# ---- Plumbing: all below is the same text in every script that has it ---------------------------------------------
 
 
 def free_memory(device: torch.device) -> float:
@@ -362,8 +363,8 @@ class Courier:
     def ask(self, obs: np.ndarray) -> None:
         """Queue an action for observations (N, O) with the current weights, ahead of any later work on the device.
 
-        NumPy draws the acting noise and PyTorch the learning noise, so their order changes neither.
-        Do not ask before a log line, where a checkpoint may be saved: a resumed run draws its first action's noise.
+        NumPy draws the acting noise and PyTorch the learning noise, so it does not matter which is drawn first.
+        Do not ask before a log line, where a checkpoint may be saved: the resumed run would draw this noise again.
         """
         noise = np.random.standard_normal((len(obs), self.action_dim))
         action = self.act(self.send(obs.astype(np.float32)), self.send(noise.astype(np.float32)))
@@ -978,7 +979,7 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Write a line, with means over the episodes since the one before, and save if due; at most once for a step."""
+        """Write a line, with means over the episodes since the one before, and save if due; once per step at most."""
         seconds = time.perf_counter() - self.start_time
         metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
@@ -1040,7 +1041,7 @@ class Run:
         return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
 
     def stop_if_asked(self) -> None:
-        """After a signal, end the run within a rollout, which may take minutes, with the weights of its last update."""
+        """After a signal, end the run now, not after the rollout, which may take minutes; save the last update."""
         if self.stopped_by is not None:
             self.close()
 

@@ -164,7 +164,7 @@ def test_orders_of_rows_are_new_in_each_epoch_and_rollout():
 
 
 @pytest.mark.parametrize("learners", [1, 3])
-def test_spread_is_that_of_the_valid_rows_of_a_minibatch(learners):
+def test_advantage_stats_are_those_of_the_valid_rows_of_a_minibatch(learners):
     """Of several learners: of all their rows together."""
     generator = torch.Generator().manual_seed(1)
     advantage = 100 + torch.randn(learners, 2, 4, 8, generator=generator, dtype=torch.float64)
@@ -172,14 +172,14 @@ def test_spread_is_that_of_the_valid_rows_of_a_minibatch(learners):
     sums, add_up = [], None
     if learners > 1:
         for x in zip(advantage, valid, strict=True):
-            SCRIPT.spread_of(*x, True, lambda part: sums.append(part) or part)
+            SCRIPT.advantage_stats(*x, True, lambda part: sums.append(part) or part)
         add_up = mock.Mock(return_value=sum(sums))
-    found = SCRIPT.spread_of(advantage[0], valid[0], True, add_up)
+    found = SCRIPT.advantage_stats(advantage[0], valid[0], True, add_up)
     for epoch in range(2):
         for k in range(4):
             rows = advantage[:, epoch, k][valid[:, epoch, k] == 1]
             torch.testing.assert_close(found[epoch, k], torch.stack([rows.mean(), rows.std()]), rtol=1e-9, atol=0)
-    assert SCRIPT.spread_of(advantage[0], valid[0], False)[1, 3].tolist() == [0, 1]
+    assert SCRIPT.advantage_stats(advantage[0], valid[0], False)[1, 3].tolist() == [0, 1]
 
 
 # Environments that do not wait for each other

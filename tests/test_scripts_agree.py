@@ -29,11 +29,11 @@ CHANGED = {"Args", "train", "make_learner"}
 OF_TWINS = {"compiled", "is_own", "attributes_of", "length", "readings", "refuse_changes"}
 OF_TWINS |= {"tensors_only", "check_equal"}
 MOST_IN_TRAIN = 131
-RULE = "# ---- Plumbing: all below is the same text in every script that has it, and no part of the algorithm"
+RULE = "# ---- Plumbing: all below is the same text in every script that has it ".ljust(117, "-")
 HEADINGS = (
     ["Collect", "Estimate advantages", "Learn", "Log"],  # on-policy
     ["Act", "Step the environment", "Learn", "Log"],  # off-policy
-    ["Collect", "Learn", "Log"],  # V-trace is part of learning
+    ["Collect", "Learn", "Log"],  # over Ray
 )
 
 README = (ROOT / "README.md").read_text()
@@ -64,7 +64,7 @@ def fields(path: Path) -> dict[str, tuple[str, str]]:
 
 def above(path: Path) -> str:
     """What a reader came for: the text above the rule."""
-    text, rule, _ = path.read_text().partition(f"\n{RULE} ---------------\n")
+    text, rule, _ = path.read_text().partition(f"\n{RULE}\n")
     assert rule, f"{path.name} has no rule"
     return text + "\n"
 

@@ -204,7 +204,7 @@ TD3 = (
         texts=(
             (
                 "    modules = {True: critics[0], False: deepcopy(critics[0]).eval()}  "
-                "# for weights in training and in eval mode\n"
+                "# what vmap runs, by the mode of the weights\n"
                 "    critics = TensorDictParams(from_modules(*critics).apply("
                 "lambda x: x.mT.contiguous() if x.ndim == 3 else x))\n",
                 "",
@@ -212,8 +212,8 @@ TD3 = (
             (
                 "        weights = {name: stack.mT if stack.ndim == 3 else stack for name, stack in "
                 'ensemble.flatten_keys(".").items()}\n'
-                '        net = modules[getattr(ensemble, "training", critics.training)]  # a slice has the mode of all '
-                "critics\n"
+                '        net = modules[getattr(ensemble, "training", critics.training)]  # a slice has no mode of its '
+                "own\n"
                 "        call = torch.vmap(partial(functional_call, net), in_dims=(0, None), "
                 'randomness="different")  # for dropout\n'
                 "        return call(weights, (obs, action))\n",
