@@ -264,6 +264,7 @@ def train(args: Args) -> Path:
         # are computed later, in one batch, with the same weights
         if collector is not agent:
             collector.load_state_dict(agent.state_dict())
+            copy_attributes(agent, collector)
         gumbel = -torch.empty(*action.shape, num_actions).exponential_().log().numpy()
         obs[0] = obs[-1]  # where the last rollout ended
         for t in range(args.num_steps):
@@ -328,6 +329,7 @@ class Adam(nn.Module):
     For small networks that bookkeeping takes longer than the kernel. torch.compile can trace neither, so compiled code
     uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
+    Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` would do nothing; `clip` them before.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -361,16 +363,20 @@ class Adam(nn.Module):
         """Change the weights in place, down their gradients."""
         self.steps.add_(1)
         self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would recompute a power every few weights
-        beta1, beta2 = self.betas
-        if torch.compiler.is_compiling():  # the formula: change it and the kernel's call below together
-            gradient = torch.cat([g.reshape(-1) for g in gradients])
-            self.exp_avg.lerp_(gradient, 1 - beta1)
-            self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
-            scale = (self.exp_avg_sq / (1 - self.beta_powers[1])).sqrt() + self.eps
-            change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta_powers[0]))
-            parts = zip(change.split(self.sizes), self.weights, strict=True)
-            torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
-            return
+        (self.by_formula if torch.compiler.is_compiling() else self.by_kernel)(gradients, *self.betas)
+
+    def by_formula(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
+        """A step in compiled code. If you change this, change `by_kernel`, too."""
+        gradient = torch.cat([g.reshape(-1) for g in gradients])
+        self.exp_avg.lerp_(gradient, 1 - beta1)
+        self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
+        scale = (self.exp_avg_sq / (1 - self.beta_powers[1])).sqrt() + self.eps
+        change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta_powers[0]))
+        parts = zip(change.split(self.sizes), self.weights, strict=True)
+        torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
+
+    def by_kernel(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
+        """A step in eager code. If you change this, change `by_formula`, too."""
         # The kernel reads memory in order, so each gradient must have the same memory layout as its weight
         pairs = zip(gradients, self.weights, strict=True)
         gradients = [g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in pairs]
@@ -379,6 +385,17 @@ class Adam(nn.Module):
             lr=self.learning_rate, beta1=beta1, beta2=beta2, eps=self.eps,
             weight_decay=0, amsgrad=False, maximize=False,
         )  # fmt: skip
+
+
+def copy_attributes(module: nn.Module, copy: nn.Module) -> None:
+    """Give the copy that acts the numbers and tensors that your own modules have beside weights: they may change."""
+    for part, its_copy in zip(module.modules(), copy.modules(), strict=True):
+        own = {} if type(part).__module__.startswith("torch.") else vars(part)
+        for name, x in own.items():
+            if isinstance(x, Tensor):
+                vars(its_copy)[name].copy_(x)
+            elif isinstance(x, bool | int | float | str) and name != "training":
+                vars(its_copy)[name] = x
 
 
 def numpy_mlp(net: nn.Sequential):
@@ -458,6 +475,13 @@ def num_cores() -> int:
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
     """The library that makes the environments; SystemExit(2) with similar ids if none knows the id."""
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
+    try:
+        is_wrapped = wrap(probe := gym.Env()) is not probe
+    except Exception:  # by a wrapper that asks for more than this environment has
+        is_wrapped = True
+    if is_wrapped and backend == "envpool":
+        fail("--env-backend envpool has no use for `wrap`, which is for Gymnasium's environments")
+    backend = "gymnasium" if is_wrapped else backend
     libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"], []
     for library in libraries if in_process else reversed(libraries):
         # EnvPool takes half a second to import
@@ -490,6 +514,11 @@ def show_warning(text: str) -> None:
         print(f"MuJoCo: {text}", file=sys.stderr)
 
 
+def wrap(env: gym.Env) -> gym.Env:
+    """Put wrappers of your own here: `return MyWrapper(env)`. EnvPool's can have none: then Gymnasium's are taken."""
+    return env
+
+
 def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.Env:
     """An environment of Gymnasium (not of EnvPool), flat observations (O,). A worker leaves signals to its parent."""
     if multiprocessing.parent_process() is not None:
@@ -499,7 +528,7 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     warnings.filterwarnings("ignore", ".*out of date")  # about old ids, which published results use
     if "mujoco" in str(env):
         importlib.import_module("mujoco").set_mju_user_warning(show_warning)
-    env = gym.make(env, disable_env_checker=True, **settings)
+    env = wrap(gym.make(env, disable_env_checker=True, **settings))
     if not env.observation_space.is_np_flattenable:
         raise ValueError(f"observations are {env.observation_space}, of which there is no vector")
     is_flat = isinstance(env.observation_space, gym.spaces.Box) and len(env.observation_space.shape) == 1

@@ -310,6 +310,7 @@ def train(args: Args) -> Path:
         # Collect. While the policy acts for one pool, the other one steps. Each game takes `num_steps` steps with the
         # same policy and the same random numbers as if all games ran in lock-step
         collector.load_state_dict(agent.state_dict())
+        copy_attributes(agent, collector)
         torch.set_num_threads(1)  # a second thread would take a core from the games
         exponential.exponential_()
         obs[0] = obs[-2]
@@ -390,6 +391,7 @@ class Adam(nn.Module):
     For small networks that bookkeeping takes longer than the kernel. torch.compile can trace neither, so compiled code
     uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
+    Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` would do nothing; `clip` them before.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -423,16 +425,20 @@ class Adam(nn.Module):
         """Change the weights in place, down their gradients."""
         self.steps.add_(1)
         self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would recompute a power every few weights
-        beta1, beta2 = self.betas
-        if torch.compiler.is_compiling():  # the formula: change it and the kernel's call below together
-            gradient = torch.cat([g.reshape(-1) for g in gradients])
-            self.exp_avg.lerp_(gradient, 1 - beta1)
-            self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
-            scale = (self.exp_avg_sq / (1 - self.beta_powers[1])).sqrt() + self.eps
-            change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta_powers[0]))
-            parts = zip(change.split(self.sizes), self.weights, strict=True)
-            torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
-            return
+        (self.by_formula if torch.compiler.is_compiling() else self.by_kernel)(gradients, *self.betas)
+
+    def by_formula(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
+        """A step in compiled code. If you change this, change `by_kernel`, too."""
+        gradient = torch.cat([g.reshape(-1) for g in gradients])
+        self.exp_avg.lerp_(gradient, 1 - beta1)
+        self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
+        scale = (self.exp_avg_sq / (1 - self.beta_powers[1])).sqrt() + self.eps
+        change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta_powers[0]))
+        parts = zip(change.split(self.sizes), self.weights, strict=True)
+        torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
+
+    def by_kernel(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
+        """A step in eager code. If you change this, change `by_formula`, too."""
         # The kernel reads memory in order, so each gradient must have the same memory layout as its weight
         pairs = zip(gradients, self.weights, strict=True)
         gradients = [g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in pairs]
@@ -456,6 +462,17 @@ def fail(message: str) -> NoReturn:
     """Report invalid input in one line and end with exit code 2."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def copy_attributes(module: nn.Module, copy: nn.Module) -> None:
+    """Give the copy that acts the numbers and tensors that your own modules have beside weights: they may change."""
+    for part, its_copy in zip(module.modules(), copy.modules(), strict=True):
+        own = {} if type(part).__module__.startswith("torch.") else vars(part)
+        for name, x in own.items():
+            if isinstance(x, Tensor):
+                vars(its_copy)[name].copy_(x)
+            elif isinstance(x, bool | int | float | str) and name != "training":
+                vars(its_copy)[name] = x
 
 
 def num_cores() -> int:

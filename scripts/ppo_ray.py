@@ -551,6 +551,7 @@ class Adam(nn.Module):
     For small networks that bookkeeping takes longer than the kernel. torch.compile can trace neither, so compiled code
     uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
+    Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` would do nothing; `clip` them before.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -584,16 +585,20 @@ class Adam(nn.Module):
         """Change the weights in place, down their gradients."""
         self.steps.add_(1)
         self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would recompute a power every few weights
-        beta1, beta2 = self.betas
-        if torch.compiler.is_compiling():  # the formula: change it and the kernel's call below together
-            gradient = torch.cat([g.reshape(-1) for g in gradients])
-            self.exp_avg.lerp_(gradient, 1 - beta1)
-            self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
-            scale = (self.exp_avg_sq / (1 - self.beta_powers[1])).sqrt() + self.eps
-            change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta_powers[0]))
-            parts = zip(change.split(self.sizes), self.weights, strict=True)
-            torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
-            return
+        (self.by_formula if torch.compiler.is_compiling() else self.by_kernel)(gradients, *self.betas)
+
+    def by_formula(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
+        """A step in compiled code. If you change this, change `by_kernel`, too."""
+        gradient = torch.cat([g.reshape(-1) for g in gradients])
+        self.exp_avg.lerp_(gradient, 1 - beta1)
+        self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
+        scale = (self.exp_avg_sq / (1 - self.beta_powers[1])).sqrt() + self.eps
+        change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta_powers[0]))
+        parts = zip(change.split(self.sizes), self.weights, strict=True)
+        torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
+
+    def by_kernel(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
+        """A step in eager code. If you change this, change `by_formula`, too."""
         # The kernel reads memory in order, so each gradient must have the same memory layout as its weight
         pairs = zip(gradients, self.weights, strict=True)
         gradients = [g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in pairs]
@@ -681,6 +686,13 @@ def num_cores() -> int:
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
     """The library that makes the environments; SystemExit(2) with similar ids if none knows the id."""
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
+    try:
+        is_wrapped = wrap(probe := gym.Env()) is not probe
+    except Exception:  # by a wrapper that asks for more than this environment has
+        is_wrapped = True
+    if is_wrapped and backend == "envpool":
+        fail("--env-backend envpool has no use for `wrap`, which is for Gymnasium's environments")
+    backend = "gymnasium" if is_wrapped else backend
     libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"], []
     for library in libraries if in_process else reversed(libraries):
         # EnvPool takes half a second to import
@@ -713,6 +725,11 @@ def show_warning(text: str) -> None:
         print(f"MuJoCo: {text}", file=sys.stderr)
 
 
+def wrap(env: gym.Env) -> gym.Env:
+    """Put wrappers of your own here: `return MyWrapper(env)`. EnvPool's can have none: then Gymnasium's are taken."""
+    return env
+
+
 def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.Env:
     """An environment of Gymnasium (not of EnvPool), flat observations (O,). A worker leaves signals to its parent."""
     if multiprocessing.parent_process() is not None:
@@ -722,7 +739,7 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     warnings.filterwarnings("ignore", ".*out of date")  # about old ids, which published results use
     if "mujoco" in str(env):
         importlib.import_module("mujoco").set_mju_user_warning(show_warning)
-    env = gym.make(env, disable_env_checker=True, **settings)
+    env = wrap(gym.make(env, disable_env_checker=True, **settings))
     if not env.observation_space.is_np_flattenable:
         raise ValueError(f"observations are {env.observation_space}, of which there is no vector")
     is_flat = isinstance(env.observation_space, gym.spaces.Box) and len(env.observation_space.shape) == 1
@@ -994,8 +1011,39 @@ def check_actions(args: Args, space: gym.Space) -> None:
         fail(f"{args.env_id} has actions {space}; this script takes Discrete or float actions")
 
 
+def named_globals(parts: list) -> list[str]:
+    """Names of global numbers and containers in the code of these classes and functions, and of what they call."""
+    found = []
+    for part in parts:  # grows
+        kinds = [x for x in getattr(part, "__mro__", ()) if x.__module__ == __name__]
+        functions = [part, *(getattr(x, "fget", x) for kind in kinds for x in vars(kind).values())]
+        codes = [getattr(x, "__wrapped__", x).__code__ for x in functions if hasattr(x, "__code__")]
+        for code in codes:  # grows by the code of nested functions
+            codes += [x for x in code.co_consts if hasattr(x, "co_names")]
+        for name in globals().keys() & {name for code in codes for name in code.co_names}:
+            x = globals()[name]
+            if getattr(x, "__module__", None) == __name__ and x not in parts:
+                parts.append(x)
+            elif name[:2] != "__" and isinstance(x, bool | int | float | str | dict | list | set | Tensor | np.ndarray):
+                found.append(name)
+    return sorted(found)
+
+
+def numbers_of(module: nn.Module) -> dict[str, str]:
+    """Numbers and tensors that are attributes of your own modules or of their classes, as text: runners get neither."""
+    parts = [(name, x) for name, x in module.named_modules() if not type(x).__module__.startswith("torch.")]
+    own = {name: ChainMap(vars(part), *map(vars, type(part).__mro__)) for name, part in parts}
+    found = ((f"{name}.{key}".lstrip("."), x) for name, values in own.items() for key, x in values.items())
+    return {name: repr(x) for name, x in found if isinstance(x, bool | int | float | Tensor)}
+
+
 def get_weights(module: nn.Module) -> np.ndarray:
-    """All weights as one vector (P,), which is what goes to runners."""
+    """All weights as one vector (P,), which is what goes to runners; SystemExit(2) if another number has changed."""
+    numbers = numbers_of(module)
+    first = vars(module).setdefault("first_numbers", numbers)
+    for name in [name for name in first if numbers.get(name) != first[name]]:
+        hint = "make it a parameter, or hand it to `publish` and take it in `Runner.sample`"
+        fail(f"`{name}` of the network was {first[name]} at the start, and runners get only weights: {hint}")
     return torch.cat([weight.detach().reshape(-1) for weight in module.parameters()]).cpu().numpy()
 
 
@@ -1286,8 +1334,11 @@ class RayRunners(Runners):
         # Reference of a report -> index of its runner, reference of its fragment (None while the runner is starting)
         self.in_flight, self.pending = {}, [0] * args.num_runners  # how many fragments each still owes
         self.failures, self.told = [0] * args.num_runners, set()  # consecutive failures; errors already reported
-        # Settings as sent to runners; since when each owes a fragment; when the last fragment arrived
-        self.sent_args, self.since, self.last_news = replace(args), [math.inf] * args.num_runners, -math.inf
+        # Since when each owes a fragment; when the last one arrived; what a runner that starts is sent, as text
+        self.since, self.last_news = [math.inf] * args.num_runners, -math.inf
+        of_learners = [globals()[x] for x in ("make_learner", "PrioritizedReplay") if x in globals()]
+        self.named = named_globals([Runner, *(of_learners if args.num_learners > 1 else [])])
+        self.sent = self.known_to_runners()
         self.deadline = time.monotonic() + args.fragment_timeout
         for index in range(args.num_runners):
             self.start(index)
@@ -1320,13 +1371,18 @@ class RayRunners(Runners):
             self.in_flight[report] = index, fragment
             self.pending[index] += 1
 
+    def known_to_runners(self) -> dict[str, str]:
+        """Settings, and global numbers that the runners' code names, as text: what they know from the start."""
+        of_args = {f"args.{name}": repr(x) for name, x in vars(self.args).items()}
+        return of_args | {name: repr(globals()[name]) for name in self.named}
+
     def publish(self, version: int, weights: np.ndarray, *others) -> None:
         """Use these weights for requests from now on. A small vector goes with each; a large one is put once."""
         self.clock.lap("learning")
-        if self.args != self.sent_args:
-            name = next(x for x, value in asdict(self.sent_args).items() if value != getattr(self.args, x))
+        if (known := self.known_to_runners()) != self.sent:
+            name = next(name for name, text in known.items() if text != self.sent.get(name))
             hint = "hand it to `publish`, as weights are, and take it in `Runner.sample`; else give it another name"
-            self.stop(f"`args.{name}` changed, but runners have what it was at the start: {hint}")
+            self.stop(f"`{name}` changed, but runners have what it was at the start: {hint}")
         self.weights = version, weights if weights.nbytes < 100_000 else self.ray.put(weights), *others
         for index in self.alive:
             self.ask(index, self.ahead)

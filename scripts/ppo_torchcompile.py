@@ -278,6 +278,7 @@ def train(args: Args) -> Path:
         # are computed later, in one batch, with the same weights
         if collector is not agent:
             collector.load_state_dict(agent.state_dict())
+            copy_attributes(agent, collector)
         gumbel = -torch.empty(*action.shape, num_actions).exponential_().log().numpy()
         obs[0] = obs[-1]  # where the last rollout ended
         for t in range(args.num_steps):
@@ -342,6 +343,7 @@ class Adam(nn.Module):
     For small networks that bookkeeping takes longer than the kernel. torch.compile can trace neither, so compiled code
     uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
+    Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` would do nothing; `clip` them before.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -375,16 +377,20 @@ class Adam(nn.Module):
         """Change the weights in place, down their gradients."""
         self.steps.add_(1)
         self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would recompute a power every few weights
-        beta1, beta2 = self.betas
-        if torch.compiler.is_compiling():  # the formula: change it and the kernel's call below together
-            gradient = torch.cat([g.reshape(-1) for g in gradients])
-            self.exp_avg.lerp_(gradient, 1 - beta1)
-            self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
-            scale = (self.exp_avg_sq / (1 - self.beta_powers[1])).sqrt() + self.eps
-            change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta_powers[0]))
-            parts = zip(change.split(self.sizes), self.weights, strict=True)
-            torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
-            return
+        (self.by_formula if torch.compiler.is_compiling() else self.by_kernel)(gradients, *self.betas)
+
+    def by_formula(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
+        """A step in compiled code. If you change this, change `by_kernel`, too."""
+        gradient = torch.cat([g.reshape(-1) for g in gradients])
+        self.exp_avg.lerp_(gradient, 1 - beta1)
+        self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
+        scale = (self.exp_avg_sq / (1 - self.beta_powers[1])).sqrt() + self.eps
+        change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta_powers[0]))
+        parts = zip(change.split(self.sizes), self.weights, strict=True)
+        torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
+
+    def by_kernel(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
+        """A step in eager code. If you change this, change `by_formula`, too."""
         # The kernel reads memory in order, so each gradient must have the same memory layout as its weight
         pairs = zip(gradients, self.weights, strict=True)
         gradients = [g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in pairs]
@@ -400,8 +406,9 @@ def compiled(device: torch.device, *functions, **more_options):
 
     Broken at the gradient, an update of PPO would take 1.6 times as long. On a CPU, kernels are launched from C++, not
     Python, random numbers come from PyTorch's own kernels, and the test for AVX support of the C++ compiler is skipped:
-    it takes a second at each start, five with an empty cache. A call checks only tensors (shape, type, device);
-    `refuse_changes` checks everything else that was compiled in. `more_options` are further ones of Inductor.
+    it takes a second at each start, five with an empty cache. A call checks only tensors (type, device, and shape:
+    each gets a graph of its own); `refuse_changes` checks everything else that was compiled in. `more_options` are
+    further ones of Inductor.
     """
     if device.type == "cpu":
         try:
@@ -410,12 +417,25 @@ def compiled(device: torch.device, *functions, **more_options):
             fail("torch.compile needs a C++ compiler (Debian, Ubuntu: apt install g++); --no-compile does without")
     torch._dynamo.config.trace_autograd_ops = True
     torch.compiler.reset()  # an earlier run in this process may have compiled with other settings
+    check_adam()
     names = ("cpp_wrapper", "fallback_random", "cpp.vec_isa_ok") if device.type == "cpu" else ()
     options = dict.fromkeys(names, True)
     if device.type == "cpu":
         options["unroll_reductions_threshold"] = 1  # unrolled, a sum over the few actions is computed one by one
     options |= {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe} | more_options
-    return [tensors_only(torch.compile(f, fullgraph=True, options=options.copy())) for f in functions]
+    return [tensors_only(torch.compile(f, fullgraph=True, dynamic=False, options=options.copy())) for f in functions]
+
+
+def check_adam() -> None:
+    """Refuse an `Adam` whose formula, for compiled code, and kernel differ, as after a change of one of them."""
+    weights = [nn.ParameterList([torch.linspace(-1, 1, 8)]) for _ in range(2)]
+    by_formula, by_kernel = (Adam(weight, learning_rate=0.1) for weight in weights)
+    by_formula.by_kernel = by_formula.by_formula  # which eager code, such as this, calls
+    for factor in (1.0, -0.3, 0.1):
+        by_formula.step((factor * weights[0][0].detach().cos(),))
+        by_kernel.step((factor * weights[1][0].detach().cos(),))
+    if not torch.allclose(weights[0][0], weights[1][0], rtol=1e-4):
+        fail("`by_formula` of `Adam`, which compiled code calls, and `by_kernel` differ: change both")
 
 
 def is_own(value) -> bool:
@@ -432,8 +452,9 @@ def is_own(value) -> bool:
 def attributes_of(name: str, value) -> dict[str, tuple]:
     """Attributes of an object or class, inherited ones too: name -> (how to read it, from what, by which key)."""
     classes, parts = value.__mro__ if isinstance(value, type) else type(value).__mro__, {}
+    unread = {"__init__", "__new__", "__post_init__", "__repr__", "__str__", "__setattr__", "__eq__", "__hash__"}
     for shared in [vars(x) for x in reversed(classes) if is_own(x)]:  # `getattr` makes a new method at each call
-        keys = [key for key in shared if key[:2] != "__" or key == "__call__"]
+        keys = [key for key, x in shared.items() if key[:2] != "__" or (hasattr(x, "__code__") and key not in unread)]
         parts |= {f"{name}.{key}": (type(shared).get, shared, key) for key in keys}
         # Class defaults, which an object may override with a value of its own, and slots
         keys = [x for x in keys if not hasattr(shared[x], "__get__") or type(shared[x]).__name__ == "member_descriptor"]
@@ -462,6 +483,8 @@ def readings(name: str, value, seen: set, names: set):
         value = value.fget if isinstance(value, property) else value
     is_function, is_module = hasattr(value, "__code__"), isinstance(value, ModuleType)
     is_closed = isinstance(value, Tensor) or type(value).__module__.startswith("tensordict")
+    if isinstance(value, Tensor) and value._backward_hooks:
+        fail(f"`{name}` has a hook, which compiled code does not call: change the gradient before `Adam.step`")
     if is_closed and isinstance(value, nn.Module):  # of stacked networks only the mode is no tensor
         yield f"{name}.training", getattr, value, "training"
     if id(value) in seen or is_closed or ((is_function or is_module) and not is_own(value)):
@@ -469,14 +492,21 @@ def readings(name: str, value, seen: set, names: set):
     if is_function:
         codes = [value.__code__]
         for code in codes:  # grows by the code of nested functions
-            codes += [x for x in code.co_consts if hasattr(x, "co_names")]
-            names.update(code.co_names, (x for x in code.co_consts if isinstance(x, str)))  # getattr(x, "name")
+            constants = [*code.co_consts]
+            for x in constants:  # grows, too
+                constants += x if isinstance(x, tuple | frozenset) else ()
+            codes += [x for x in constants if hasattr(x, "co_names")]
+            texts = [x for x in constants if isinstance(x, str)]
+            names.update(code.co_names, texts)  # getattr(x, "name")
+            # An entry *text is for all names with this text in them: getattr(x, f"{kind}_text"), and for all: vars(x)
+            names.update(f"*{x}" for x in texts if "getattr" in code.co_names and len(x) > 2)
+            names.update("*" for x in ("vars", "asdict", "astuple", "__dict__") if x in code.co_names)
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         parts = {key: (getattr, cell, "cell_contents") for key, cell in cells}
         keys = [key for key in ("__defaults__", "__kwdefaults__") if getattr(value, key)]
         parts |= {f"{value.__name__}[{key}]": (getattr, value, key) for key in keys}
         parts |= {key: (dict.get, value.__globals__, key) for key in value.__globals__.keys() & names}
-        parts |= {"self": (getattr, value, "__self__")} if hasattr(value, "__self__") and "." not in name else {}
+        parts |= {"self": (getattr, value, "__self__")} if hasattr(value, "__self__") else {}
     elif is_module:  # modules may refer to each other
         keys = vars(value).keys() & names if name.count(".") < 3 else ()
         parts = {f"{name}.{key}": (dict.get, vars(value), key) for key in keys}
@@ -511,7 +541,10 @@ def refuse_changes(function):
         if not groups:
             names = {"training"}
             found = list(readings("", function, set(), names))  # only attributes that some code names
-            found = [x for x in found if "." not in x[0] or x[0][-1] == "]" or x[0].rpartition(".")[2] in names]
+            any_of = [x[1:] for x in names if x[:1] == "*"]
+            ends = {x[0]: x[0].rpartition(".")[2] for x in found if "." in x[0] and x[0][-1] != "]"}
+            named = {x for x, end in ends.items() if end in names or any(text in end for text in any_of)}
+            found = [x for x in found if x[0] not in ends or x[0] in named]
             for how in dict.fromkeys(x[1] for x in found):
                 group = [x for x in found if x[1] is how]
                 found_names.extend(x[0] for x in group)
@@ -546,7 +579,8 @@ def tensors_only(function):
         except torch._dynamo.exc.TorchDynamoException as error:
             reason, *lines = str(error).splitlines()
             place = [line for line in lines if line.strip().startswith("File ")][-1:]
-            fail(f"this can't be compiled: {reason}; {' '.join(place)}; --no-compile does without")
+            cause = [line.partition("): got ")[2] for line in lines if "): got " in line][:1]
+            fail(f"this can't be compiled: {'; '.join([reason, *cause, *place])}; --no-compile does without")
 
     checked.__wrapped__ = function
     return checked
@@ -557,7 +591,9 @@ def check_equal(names: list[str], first: list, now: list) -> None:
     generators = random.Random | np.random.Generator | np.random.RandomState | np.ndarray
     for name, old, new in zip(names, first, now, strict=True):
         if hasattr(old, "__next__") or isinstance(old, generators):
-            fail(f"`{name}` is a {type(old).__name__}, which compiled code reads only once: use tensors instead")
+            root, is_part, _ = name.partition(".")
+            hint = f"; if it needs something else of `{root}`, read that before, into a variable" * bool(is_part)
+            fail(f"`{name}` is a {type(old).__name__}, which compiled code reads only once: use tensors instead{hint}")
         is_number = isinstance(old, bool | int | float | str | np.generic | None)
         if is_number and (type(new) is not type(old) or new != old):
             advice = "make it a tensor on the learner's device and change it in place, like `optimizer.learning_rate`"
@@ -569,6 +605,17 @@ def check_equal(names: list[str], first: list, now: list) -> None:
             fail(f"`{name}` was {old} when this was compiled and is {new} now: {advice}")
         if not is_number and new is not old:
             fail(f"`{name}` is another {type(old).__name__} than when this was compiled: change it in place")
+
+
+def copy_attributes(module: nn.Module, copy: nn.Module) -> None:
+    """Give the copy that acts the numbers and tensors that your own modules have beside weights: they may change."""
+    for part, its_copy in zip(module.modules(), copy.modules(), strict=True):
+        own = {} if type(part).__module__.startswith("torch.") else vars(part)
+        for name, x in own.items():
+            if isinstance(x, Tensor):
+                vars(its_copy)[name].copy_(x)
+            elif isinstance(x, bool | int | float | str) and name != "training":
+                vars(its_copy)[name] = x
 
 
 def numpy_mlp(net: nn.Sequential):
@@ -648,6 +695,13 @@ def num_cores() -> int:
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
     """The library that makes the environments; SystemExit(2) with similar ids if none knows the id."""
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
+    try:
+        is_wrapped = wrap(probe := gym.Env()) is not probe
+    except Exception:  # by a wrapper that asks for more than this environment has
+        is_wrapped = True
+    if is_wrapped and backend == "envpool":
+        fail("--env-backend envpool has no use for `wrap`, which is for Gymnasium's environments")
+    backend = "gymnasium" if is_wrapped else backend
     libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"], []
     for library in libraries if in_process else reversed(libraries):
         # EnvPool takes half a second to import
@@ -680,6 +734,11 @@ def show_warning(text: str) -> None:
         print(f"MuJoCo: {text}", file=sys.stderr)
 
 
+def wrap(env: gym.Env) -> gym.Env:
+    """Put wrappers of your own here: `return MyWrapper(env)`. EnvPool's can have none: then Gymnasium's are taken."""
+    return env
+
+
 def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.Env:
     """An environment of Gymnasium (not of EnvPool), flat observations (O,). A worker leaves signals to its parent."""
     if multiprocessing.parent_process() is not None:
@@ -689,7 +748,7 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     warnings.filterwarnings("ignore", ".*out of date")  # about old ids, which published results use
     if "mujoco" in str(env):
         importlib.import_module("mujoco").set_mju_user_warning(show_warning)
-    env = gym.make(env, disable_env_checker=True, **settings)
+    env = wrap(gym.make(env, disable_env_checker=True, **settings))
     if not env.observation_space.is_np_flattenable:
         raise ValueError(f"observations are {env.observation_space}, of which there is no vector")
     is_flat = isinstance(env.observation_space, gym.spaces.Box) and len(env.observation_space.shape) == 1

@@ -1,5 +1,6 @@
 """A user copies a file and changes a line: what the change asks for is done, or refused by name; nothing is ignored."""
 
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -402,6 +403,51 @@ WAYS = {
             in_the_loop("agent.critic[1].p = 0.1 * iteration"),
         ],
     ),
+    "one of several names": Way(
+        "`config.ent_scale`",
+        [
+            of_the_file("class Config:\n    def __init__(self):\n        self.ent_scale = self.all_scale = 0.1"),
+            before_the_loop("config = Config()"),
+            (BONUS, 'math.prod(getattr(config, x) for x in ("ent_scale", "all_scale")) * entropy'),
+            in_the_loop("config.ent_scale *= 0.9"),
+        ],
+    ),
+    "a name that is put together": Way(
+        "`config.ent_scale`",
+        [
+            of_the_file("class Config:\n    def __init__(self):\n        vars(self)['ent_' + 'scale'] = 0.1"),
+            before_the_loop("config = Config()"),
+            (BONUS, '(lambda kind: getattr(config, f"{kind}_scale"))("ent") * entropy'),
+            in_the_loop("vars(config)['ent_' + 'scale'] *= 0.9"),
+        ],
+    ),
+    "all attributes": Way(
+        "`config.ent_",
+        [
+            of_the_file("class Config:\n    pass"),
+            before_the_loop("config = Config()\n    vars(config)['ent_' + 'scale'] = 0.1"),
+            (BONUS, "sum(vars(config).values()) * entropy"),
+            in_the_loop("vars(config)['ent_' + 'scale'] *= 0.9"),
+        ],
+    ),
+    "an attribute behind a method that is an attribute": Way(
+        "`self.rate`",
+        [
+            of_the_file("class Decay:\n    rate = 0.01\n\n    def of(self, x):\n        return self.rate * x"),
+            before_the_loop("decay, agent.bonus = Decay(), None\n    agent.bonus = decay.of"),
+            (BONUS, "agent.bonus(entropy)"),
+            in_the_loop("decay.rate *= 0.9"),
+        ],
+    ),
+    "an attribute behind an operator": Way(
+        "`weight.number`",
+        [
+            of_the_file("class Weight:\n    number = 0.01\n\n    def __float__(self):\n        return self.number"),
+            before_the_loop("weight = Weight()"),
+            (BONUS, "float(weight) * entropy"),
+            in_the_loop("weight.number *= 0.9"),
+        ],
+    ),
     "nothing, then a number": Way(
         "`bonus`",
         [
@@ -437,6 +483,51 @@ def test_what_compiled_code_would_read_once_is_refused(copy, train_copy, capsys,
     with pytest.raises(SystemExit) as end:
         train_copy(copy("ppo_torchcompile", *changes), "ppo_torchcompile", compile=False)
     assert end.value.code == 2 and "`source` is a " in capsys.readouterr().err
+
+
+def test_what_is_refused_for_an_object_behind_it_says_what_to_do(copy, train_copy, capsys):
+    """The whole `run` is behind `run.step`, and with it arrays, of which compiled code might read any."""
+    with pytest.raises(SystemExit) as end:
+        change = BONUS, "args.ent_coef * entropy * run.args.ent_coef"
+        train_copy(copy("ppo_torchcompile", change), "ppo_torchcompile", compile=False, sync_envs=True)
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and "if it needs something else of `run`, read that before" in error
+
+
+def test_a_hook_that_compiled_code_would_not_call_is_refused(copy, train_copy, capsys):
+    hook = before_the_loop("agent.critic[0].weight.register_hook(lambda gradient: 0 * gradient)")
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy("ppo_torchcompile", hook), "ppo_torchcompile", compile=False)
+    assert end.value.code == 2 and "has a hook, which compiled code does not call" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [("weight_decay=0,", "weight_decay=0.1,"), ("+ self.eps\n", "+ 2 * self.eps + 1e-3\n")],
+    ids=["kernel", "formula"],
+)
+def test_adam_whose_formula_is_not_its_kernel_is_refused(copy, train_copy, capsys, change):
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy("ppo_torchcompile", change), "ppo_torchcompile", compile=True)
+    assert end.value.code == 2 and "`by_kernel` differ: change both" in capsys.readouterr().err
+
+
+def test_each_size_is_compiled_by_itself():
+    """A branch on a size is part of the graph of that size, and others have graphs of their own."""
+    (function,) = load("ppo_torchcompile").compiled(torch.device("cpu"), lambda x: x.sum() * (2 if len(x) < 20 else 1))
+    for size in (10, 30, 50, 15, 30):
+        assert function(torch.ones(size)) == size * (2 if size < 20 else 1)
+
+
+def test_a_weight_without_a_gradient_is_named_where_it_cannot_be_compiled(copy, train_copy, capsys):
+    change = (
+        f"        self.critic = {CRITIC}\n",
+        f"        self.critic = {CRITIC}\n        self.more = nn.Linear(2, 2)\n",
+    )
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy("ppo_torchcompile", change), "ppo_torchcompile", compile=True)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2 and "appears to not have been used in the graph" in error
 
 
 def test_an_entry_that_is_gone_is_refused(copy, train_copy, capsys):
@@ -955,6 +1046,119 @@ def test_buffers_that_no_runner_would_get_are_refused(capsys):
     assert end.value.code == 2 and "buffer `mean`" in capsys.readouterr().err
 
 
+# Numbers that a copy of the network, or a runner, would not get
+
+
+class Scaled(nn.Linear):
+    """A layer with a number and a tensor, neither weights nor buffers."""
+
+    power = 1.0
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.scale, self.shift, self.name = 1.0, torch.zeros(3), "first"
+
+    def forward(self, x):
+        return self.power * self.scale * super().forward(x) + self.shift
+
+
+def test_a_copy_that_acts_gets_the_numbers_of_the_network():
+    script, net = defining("copy_attributes"), nn.Sequential(Scaled(), nn.Tanh())
+    copy = script.deepcopy(net).eval()
+    net[0].scale, net[0].name = 3.0, "second"
+    net[0].shift.fill_(2.0)
+    script.copy_attributes(net, copy)
+    x = torch.randn(4, 3)
+    assert torch.equal(net(x), copy(x)) and copy[0].shift is not net[0].shift
+    assert copy[0].name == "second" and not copy.training and not copy[0].training and net.training
+
+
+def test_a_schedule_of_the_network_reaches_the_copy_that_acts(copy, train_copy):
+    """One update for each rollout: so the policy that acted is the one that learns, and approx_kl is 0."""
+    changes = [
+        (
+            "        self.actor, self.critic = nn.Linear",
+            "        self.temperature = 50.0\n        self.actor, self.critic = nn.Linear",
+        ),
+        ("return self.actor(x).log_softmax(1)", "return (self.temperature * self.actor(x)).log_softmax(1)"),
+        in_the_loop("agent.temperature *= 0.5"),
+    ]
+    settings = {"num_minibatches": 1, "update_epochs": 1, "num_envs": 8, "num_steps": 8, "total_timesteps": 256}
+    module = copy("ppo_atari_envpool", *changes)
+    log = train_copy(module, "ppo_atari_envpool", **settings)
+    assert len(log) == 4 and all(abs(line["losses/approx_kl"]) < 1e-5 for line in log)
+    with mock.patch.object(module, "copy_attributes"):  # a copy that is not told acts by another policy
+        assert max(line["losses/approx_kl"] for line in train_copy(module, "ppo_atari_envpool", **settings)) > 1e-4
+
+
+@pytest.mark.parametrize("change", ["net[0].scale = 2.0", "net[0].shift.fill_(1.0)", "Scaled.power = 2.0"])
+def test_a_number_of_the_network_that_no_runner_gets_is_refused_when_it_changes(monkeypatch, capsys, change):
+    monkeypatch.setattr(Scaled, "power", 1.0)
+    script, net = defining("get_weights"), nn.Sequential(Scaled(), nn.Tanh())
+    weights = script.get_weights(net)
+    with torch.no_grad():
+        net[0].weight.add_(1.0)
+    assert (script.get_weights(net) != weights).any()
+    exec(change)
+    with pytest.raises(SystemExit) as end:
+        script.get_weights(net)
+    assert end.value.code == 2
+    assert re.search(r"`0\.\w+` of the network was .* and runners get only weights", capsys.readouterr().err)
+
+
+NOISE = """
+NOISE, SEEN, LEARNT = 0.5, {"scale": 1.0}, [1.0]
+
+
+def scale():
+    return SEEN["scale"]
+"""
+RAY = [eager.stem for eager, _ in helpers.PAIRS if eager.stem.endswith("_ray")]
+
+
+@pytest.mark.parametrize("name", RAY)
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ("module.NOISE = 0.4", "`NOISE` changed"),
+        ('module.SEEN["scale"] = 2.0', "`SEEN` changed"),
+        ("args.scales[0] = 0.5", "`args.scales` changed"),
+        ("args.new = 2.0", "`args.new` changed"),
+        ("module.LEARNT[0] = 2.0", None),
+    ],
+)
+def test_numbers_that_runners_would_not_get_are_refused_when_they_change(copy, name, change, found):
+    """Those that the code of `Runner` names, itself or in a function that it calls; not those of the learner alone."""
+    clock = '        self.clock.lap("runners_waiting")\n'
+    module = copy(
+        name,
+        ("\n@dataclass\nclass Args:", f"{NOISE}\n\n@dataclass\nclass Args:"),
+        (clock, f"{clock}        NOISE * scale()\n"),
+    )
+    args, runners = module.Args(), object.__new__(module.RayRunners)
+    args.scales, args.new = [1.0], 1.0
+    runners.args, runners.clock, runners.alive, runners.named = (
+        args,
+        mock.Mock(),
+        (),
+        module.named_globals([module.Runner]),
+    )
+    runners.sent, runners.stop = runners.known_to_runners(), mock.Mock(side_effect=SystemExit)
+    runners.publish(0, np.zeros(1))
+    exec(change)
+    with pytest.raises(SystemExit) if found else contextlib.nullcontext():
+        runners.publish(1, np.zeros(1))
+    assert found is None or found in runners.stop.call_args[0][0]
+
+
+@pytest.mark.parametrize("name", RAY)
+def test_an_unchanged_script_has_no_global_number_that_runners_read(name):
+    """So nothing that a learner counts by itself is refused."""
+    script = load(name)
+    learners = [vars(script)[x] for x in ("make_learner", "PrioritizedReplay") if hasattr(script, x)]
+    assert set(script.named_globals([script.Runner, *learners])) <= {"METRICS"}
+
+
 # State of one's own
 
 
@@ -1020,9 +1224,11 @@ def test_buffers_that_a_copy_gives_the_replay_are_kept():
     buffers = [load("dqn").ReplayBuffer(8, 2, 1, torch.device("cpu")) for _ in range(2)]
     for buffer, value in zip(buffers, (3.0, 0.0), strict=True):
         buffer.register_buffer("priorities", torch.full((8,), value))
+        buffer.ages = torch.full((8,), value)  # no buffer of PyTorch's, as `rows` is none
     buffers[0].add(torch.ones(5, 7))
     buffers[1].load_state_dict(buffers[0].state_dict())
     assert (buffers[1].priorities == 3).all() and (buffers[1].rows == buffers[0].rows).all()
+    assert (buffers[1].ages == 3).all() and buffers[1].num_written == 5
 
 
 def test_another_activation_trains(copy, train_copy):
@@ -1158,6 +1364,48 @@ def error_of(name: str, capfd, **settings) -> str:
     return error
 
 
+HALF = """class HalfReward(gym.RewardWrapper):
+    def reward(self, reward):
+        return 0.5 * reward
+
+
+class Halved(gym.Wrapper):
+    def __init__(self, env):
+        super().__init__(env)
+        assert env.action_space is not None
+
+
+"""
+WRAP = "def wrap(env: gym.Env) -> gym.Env:\n"
+
+
+def test_wrappers_of_a_copy_are_around_each_environment(copy, capsys):
+    """By default as many environments would be EnvPool's, which can have none."""
+    body = "    return HalfReward(Halved(env))\n"
+    module = copy("ppo", (WRAP, f"{HALF}{WRAP}{body}"))
+    assert module.choose_backend("CartPole-v1", "auto", in_process=False) == "gymnasium"
+    assert load("ppo").choose_backend("CartPole-v1", "auto", in_process=False) == "envpool"
+    env = module.make_env("CartPole-v1", {})
+    env.reset(seed=1)
+    assert env.step(env.action_space.sample())[1] == 0.5
+    for arguments, problem in (
+        (("CartPole-v1", "envpool"), "--env-backend envpool has no use for `wrap`"),
+        (("Pong-v5", "auto"), "no environment Pong-v5 in gymnasium"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            module.choose_backend(*arguments, in_process=False)
+        assert end.value.code == 2 and problem in capsys.readouterr().err
+
+
+def test_a_wrapper_changes_what_is_learnt_whatever_the_number_of_environments(copy, train_copy):
+    module = copy("ppo", (WRAP, f"{HALF}{WRAP}    return HalfReward(env)\n"))
+    log = train_copy(
+        module, "ppo", env_id="CartPole-v1", num_envs=16, num_steps=32, total_timesteps=1024, sync_envs=True
+    )
+    lines = [line for line in log if "charts/episodic_return" in line]
+    assert lines and all(x["charts/episodic_return"] == 0.5 * x["charts/episodic_length"] for x in lines)
+
+
 @pytest.mark.parametrize("name", EAGER)
 @pytest.mark.parametrize("text", ["{goal: 7}", "[1, 2]", "7", '{"no_such_argument": 1}'])
 def test_env_kwargs_that_cannot_be_used_are_refused(capfd, tmp_path, monkeypatch, name, text):
@@ -1232,9 +1480,17 @@ def test_run_that_is_over_before_it_learns_gets_a_hint(train, capfd, name):
 
 
 @pytest.mark.parametrize("name", ["sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile"])
-@pytest.mark.parametrize("change", ["critics[1].net[1] = nn.Tanh()", "critics[1].net[0] = critics[0].net[0]"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "critics[1].net[1] = nn.Tanh()",
+        "critics[1].net[0] = critics[0].net[0]",
+        "critics[0].prior, critics[1].prior = 0.0, 50.0",
+        "critics[0].prior, critics[1].prior = torch.rand(2, 30)",
+    ],
+)
 def test_critics_that_differ_or_share_layers_are_refused_where_they_are_stacked(copy, train_copy, capsys, name, change):
     line = next(line for line in source_of(name).splitlines() if line.startswith("    critics = nn.ModuleList("))
     with pytest.raises(SystemExit) as end:
         train_copy(copy(name, (line, f"{line}\n    {change}")), name, compile=False)
-    assert end.value.code == 2 and "critics that share or differ in layers" in capsys.readouterr().err
+    assert end.value.code == 2 and "critics that share layers, or differ, can't be stacked" in capsys.readouterr().err

@@ -474,8 +474,9 @@ def test_a_fault_is_named_counted_and_survived(train, tmp_path, capfd, fault):
         if not planted:
             path.with_suffix(".new").write_text(fault)
             planted.append(path.with_suffix(".new").rename(path))  # whole, at once
-            for args in (self.args, self.envs.sent_args) if fault == "hang" else ():
-                args.fragment_timeout = 6.0  # from here on: runners may take longer to start
+            if fault == "hang":
+                self.args.fragment_timeout = 6.0  # from here on: runners may take longer to start
+                self.envs.sent = self.envs.known_to_runners()
 
     settings = {"env_id": "Fragile-v0", "env_kwargs": f'{{"path": "{path}"}}', "num_runners": 2, "log_every": 500}
     if fault == "hang":  # for so long the other one brings fragments, and then the one in its place does, too

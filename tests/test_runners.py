@@ -52,7 +52,8 @@ def test_each_runner_is_asked_for_no_more_than_it_may_owe(name):
     script, rng = load(name), np.random.default_rng(0)
     runners = object.__new__(script.RayRunners)
     runners.args = script.Args(num_runners=4, runner_restarts=1000)
-    runners.sent_args, runners.run, runners.clock = runners.args, SimpleNamespace(num_updates=0), mock.Mock()
+    runners.named, runners.run, runners.clock = [], SimpleNamespace(num_updates=0), mock.Mock()
+    runners.sent = runners.known_to_runners()
     runners.most_stale, runners.ahead, runners.alive, runners.weights = np.inf, 2, set(range(4)), (0, np.zeros(1))
     runners.in_flight, runners.pending, runners.since = {}, [0] * 4, [np.inf] * 4
     runners.places, runners.told, runners.restarts = {}, set(), 0
