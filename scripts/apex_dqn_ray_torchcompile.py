@@ -629,9 +629,10 @@ def readings(name: str, value, seen: set, names: set):
             codes += [x for x in constants if hasattr(x, "co_names")]
             texts = [x for x in constants if isinstance(x, str)]
             names.update(code.co_names, texts)  # getattr(x, "name")
-            # An entry *text is for all names with this text in them: getattr(x, f"{kind}_text"), and for all: vars(x)
+            # *text is for all names that contain it: getattr(x, f"{kind}_text"); * for all: vars(x), except in methods
             names.update(f"*{x}" for x in texts if "getattr" in code.co_names and len(x) > 2)
-            names.update("*" for x in ("vars", "asdict", "astuple", "__dict__") if x in code.co_names)
+            reads_all = {"vars", "asdict", "astuple", "__dict__"} & {*code.co_names}
+            names.update(["*"] if reads_all and code.co_varnames[:1] != ("self",) else [])
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         parts = {key: (getattr, cell, "cell_contents") for key, cell in cells}
         keys = [key for key in ("__defaults__", "__kwdefaults__") if getattr(value, key)]
