@@ -490,13 +490,14 @@ def compiled(device: torch.device, *functions, **more_options):
 
 def check_adam() -> None:
     """Refuse an `Adam` whose formula, for compiled code, and kernel differ, as after a change of one of them."""
-    weights = [nn.ParameterList([torch.linspace(-1, 1, 8)]) for _ in range(2)]
-    by_formula, by_kernel = (Adam(weight, learning_rate=0.1) for weight in weights)
+    values = torch.linspace(-1, 1, 8)
+    nets = [nn.ParameterList([values.clone(), values.view(2, 4).clone()]) for _ in range(2)]
+    by_formula, by_kernel = (Adam(net, learning_rate=0.1) for net in nets)
     by_formula.by_kernel = by_formula.by_formula  # which eager code, such as this, calls
     for factor in (1.0, -0.3, 0.1):
-        by_formula.step((factor * weights[0][0].detach().cos(),))
-        by_kernel.step((factor * weights[1][0].detach().cos(),))
-    if not torch.allclose(weights[0][0], weights[1][0], rtol=1e-4):
+        for net, optimizer in zip(nets, (by_formula, by_kernel), strict=True):
+            optimizer.step(tuple(factor * weight.detach().cos() for weight in net))
+    if not all(torch.allclose(*weights, rtol=1e-4) for weights in zip(*nets, strict=True)):
         fail("`by_formula` of `Adam`, which compiled code calls, and `by_kernel` differ: change both")
 
 

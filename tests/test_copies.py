@@ -503,8 +503,12 @@ def test_a_hook_that_compiled_code_would_not_call_is_refused(copy, train_copy, c
 
 @pytest.mark.parametrize(
     "change",
-    [("weight_decay=0,", "weight_decay=0.1,"), ("+ self.eps\n", "+ 2 * self.eps + 1e-3\n")],
-    ids=["kernel", "formula"],
+    [
+        ("weight_decay=0,", "weight_decay=0.1,"),
+        ("+ self.eps\n", "+ 1e-3\n"),
+        ("part.view_as(weight) for", "part.view_as(weight) * (1.1 if weight.ndim > 1 else 1.0) for"),
+    ],
+    ids=["kernel", "formula", "formula of matrices"],
 )
 def test_adam_whose_formula_is_not_its_kernel_is_refused(copy, train_copy, capsys, change):
     with pytest.raises(SystemExit) as end:
