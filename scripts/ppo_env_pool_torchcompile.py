@@ -564,7 +564,7 @@ def readings(name: str, value, seen: set, names: set):
     if id(value) in seen or is_closed or ((is_function or is_module) and not is_own(value)):
         return
     if is_function:
-        codes = [value.__code__]
+        codes, is_method = [value.__code__], value.__code__.co_varnames[:1] == ("self",)
         for code in codes:  # grows by the code of nested functions
             constants = [*code.co_consts]
             for x in constants:  # grows, too
@@ -575,13 +575,15 @@ def readings(name: str, value, seen: set, names: set):
             # *text is for all names that contain it: getattr(x, f"{kind}_text"); * for all: vars(x), except in methods
             names.update(f"*{x}" for x in texts if "getattr" in code.co_names and len(x) > 2)
             reads_all = {"vars", "asdict", "astuple", "__dict__"} & {*code.co_names}
-            names.update(["*"] if reads_all and code.co_varnames[:1] != ("self",) else [])
+            names.update(["*"] if reads_all and not is_method else [])
+            names.update(() if is_method else (f"={x}" for x in code.co_names))  # not by all methods that an object has
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         parts = {key: (getattr, cell, "cell_contents") for key, cell in cells}
         keys = [key for key in ("__defaults__", "__kwdefaults__") if getattr(value, key)]
         parts |= {f"{value.__name__}[{key}]": (getattr, value, key) for key in keys}
         parts |= {key: (dict.get, value.__globals__, key) for key in value.__globals__.keys() & names}
-        parts |= {"self": (getattr, value, "__self__")} if hasattr(value, "__self__") else {}
+        is_read = "." not in name or f"={name.rpartition('.')[2]}" in names
+        parts |= {"self": (getattr, value, "__self__")} if hasattr(value, "__self__") and is_read else {}
     elif is_module:  # modules may refer to each other
         keys = vars(value).keys() & names if name.count(".") < 3 else ()
         parts = {f"{name}.{key}": (dict.get, vars(value), key) for key in keys}

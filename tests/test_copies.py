@@ -715,7 +715,7 @@ THRICE = "net = numpy_mlp({}); {} = lambda x: net(3 * x)"
     [
         ("ppo", "policy = numpy_mlp(collector.actor)", "self.actor(obs).log_softmax(1)", "ActorCritic", "agent"),
         ("ppo_continuous_action", "policy = numpy_mlp(collector.actor)", "self.actor(obs)", "ActorCritic", "agent"),
-        ("dqn", "q_values = numpy_mlp(actor.net)", "self.net(obs)", "QNetwork", "network"),
+        ("dqn", "q_values = numpy_mlp(collector.net)", "self.net(obs)", "QNetwork", "network"),
     ],
 )
 def test_policy_of_a_checkpoint_is_that_of_forward(copy, train_copy, tmp_path, name, acts, forward, kind, part):
