@@ -1257,21 +1257,25 @@ def named_globals(parts: list) -> list[str]:
     return sorted(found)
 
 
-def numbers_of(module: nn.Module) -> dict[str, str]:
-    """Numbers and tensors that are attributes of your own modules or of their classes, as text: runners get neither."""
-    parts = [(name, x) for name, x in module.named_modules() if not type(x).__module__.startswith("torch.")]
-    own = {name: ChainMap(vars(part), *map(vars, type(part).__mro__)) for name, part in parts}
-    found = ((f"{name}.{key}".lstrip("."), x) for name, values in own.items() for key, x in values.items())
-    return {name: repr(x) for name, x in found if isinstance(x, bool | int | float | Tensor)}
+def numbers_of(module: nn.Module) -> list[tuple[str, nn.Module, str, str]]:
+    """Numbers and tensors that are attributes of your own modules or their classes: (name, module, key, as text)."""
+    found, kinds = {}, (bool, int, float, Tensor)
+    for name, part in module.named_modules():
+        own = [x for x in type(part).__mro__ if not x.__module__.startswith(("torch.", "builtins"))]
+        for values in (*map(vars, own), vars(part) if own else {}):
+            keys = [key for key, x in values.items() if isinstance(x, kinds)]
+            found |= {f"{name}.{key}".lstrip("."): (part, key, repr(getattr(part, key))) for key in keys}
+    return [(name, *where) for name, where in found.items()]
 
 
 def get_weights(module: nn.Module) -> np.ndarray:
     """All weights as one vector (P,), which is what goes to runners; SystemExit(2) if another number has changed."""
-    numbers = numbers_of(module)
-    first = vars(module).setdefault("first_numbers", numbers)
-    for name in [name for name in first if numbers.get(name) != first[name]]:
-        hint = "make it a parameter, or hand it to `publish` and take it in `Runner.sample`"
-        fail(f"`{name}` of the network was {first[name]} at the start, and runners get only weights: {hint}")
+    if "first_numbers" not in vars(module):
+        vars(module)["first_numbers"] = numbers_of(module)
+    for name, part, key, first in module.first_numbers:
+        if repr(getattr(part, key)) != first:
+            hint = "make it a parameter, or hand it to `publish` and take it in `Runner.sample`"
+            fail(f"`{name}` of the network was {first} at the start, and runners get only weights: {hint}")
     return torch.cat([weight.detach().reshape(-1) for weight in module.parameters()]).cpu().numpy()
 
 
