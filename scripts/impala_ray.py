@@ -567,7 +567,7 @@ def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
     """The library that makes the environments; SystemExit(2) with similar ids if none knows the id."""
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
     try:
-        is_wrapped = wrap(probe := gym.Env()) is not probe
+        is_wrapped = wrap(probe := gym.Env()) is not probe or vars(probe) != {}
     except Exception:  # by a wrapper that asks for more than this environment has
         is_wrapped = True
     if is_wrapped and backend == "envpool":

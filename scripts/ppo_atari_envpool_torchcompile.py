@@ -689,13 +689,15 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+@torch.no_grad()
 def copy_attributes(module: nn.Module, copy: nn.Module) -> None:
     """Give the copy that acts the numbers and tensors that your own modules have beside weights: they may change."""
+    device = next(copy.parameters()).device
     for part, its_copy in zip(module.modules(), copy.modules(), strict=True):
         own = {} if type(part).__module__.startswith("torch.") else vars(part)
         for name, x in own.items():
             if isinstance(x, Tensor):
-                vars(its_copy)[name].copy_(x)
+                vars(its_copy).setdefault(name, x.to(device, copy=True)).copy_(x)
             elif isinstance(x, bool | int | float | str) and name != "training":
                 vars(its_copy)[name] = x
 

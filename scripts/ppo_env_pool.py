@@ -460,13 +460,15 @@ class Adam(nn.Module):
         )  # fmt: skip
 
 
+@torch.no_grad()
 def copy_attributes(module: nn.Module, copy: nn.Module) -> None:
     """Give the copy that acts the numbers and tensors that your own modules have beside weights: they may change."""
+    device = next(copy.parameters()).device
     for part, its_copy in zip(module.modules(), copy.modules(), strict=True):
         own = {} if type(part).__module__.startswith("torch.") else vars(part)
         for name, x in own.items():
             if isinstance(x, Tensor):
-                vars(its_copy)[name].copy_(x)
+                vars(its_copy).setdefault(name, x.to(device, copy=True)).copy_(x)
             elif isinstance(x, bool | int | float | str) and name != "training":
                 vars(its_copy)[name] = x
 
@@ -549,7 +551,7 @@ def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
     """The library that makes the environments; SystemExit(2) with similar ids if none knows the id."""
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
     try:
-        is_wrapped = wrap(probe := gym.Env()) is not probe
+        is_wrapped = wrap(probe := gym.Env()) is not probe or vars(probe) != {}
     except Exception:  # by a wrapper that asks for more than this environment has
         is_wrapped = True
     if is_wrapped and backend == "envpool":

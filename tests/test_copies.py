@@ -1071,9 +1071,12 @@ def test_a_copy_that_acts_gets_the_numbers_of_the_network():
     copy = script.deepcopy(net).eval()
     net[0].scale, net[0].name = 3.0, "second"
     net[0].shift.fill_(2.0)
-    script.copy_attributes(net, copy)
+    net[0].late = torch.ones(3, requires_grad=True)  # set when there was a copy
+    for _ in range(2):
+        script.copy_attributes(net, copy)
     x = torch.randn(4, 3)
     assert torch.equal(net(x), copy(x)) and copy[0].shift is not net[0].shift
+    assert torch.equal(copy[0].late, net[0].late) and copy[0].late is not net[0].late
     assert copy[0].name == "second" and not copy.training and not copy[0].training and net.training
 
 
@@ -1392,6 +1395,8 @@ def test_wrappers_of_a_copy_are_around_each_environment(copy, capsys):
     env = module.make_env("CartPole-v1", {})
     env.reset(seed=1)
     assert env.step(env.action_space.sample())[1] == 0.5
+    module.wrap = lambda env: setattr(env.unwrapped, "bonus", 1.0) or env  # no wrapper, and yet a change
+    assert module.choose_backend("CartPole-v1", "auto", in_process=False) == "gymnasium"
     for arguments, problem in (
         (("CartPole-v1", "envpool"), "--env-backend envpool has no use for `wrap`"),
         (("Pong-v5", "auto"), "no environment Pong-v5 in gymnasium"),
@@ -1401,7 +1406,7 @@ def test_wrappers_of_a_copy_are_around_each_environment(copy, capsys):
         assert end.value.code == 2 and problem in capsys.readouterr().err
 
 
-def test_a_wrapper_changes_what_is_learnt_whatever_the_number_of_environments(copy, train_copy):
+def test_a_wrapper_changes_what_is_learnt(copy, train_copy):
     module = copy("ppo", (WRAP, f"{HALF}{WRAP}    return HalfReward(env)\n"))
     log = train_copy(
         module, "ppo", env_id="CartPole-v1", num_envs=16, num_steps=32, total_timesteps=1024, sync_envs=True
