@@ -552,13 +552,10 @@ def num_cores() -> int:
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
     """The library that makes the environments; SystemExit(2) with similar ids if none knows the id."""
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
-    try:
-        is_wrapped = wrap(probe := gym.Env()) is not probe or vars(probe) != {}
-    except Exception:  # by a wrapper that asks for more than this environment has
-        is_wrapped = True
-    if is_wrapped and backend == "envpool":
-        fail("--env-backend envpool has no use for `wrap`, which is for Gymnasium's environments")
-    backend = "gymnasium" if is_wrapped else backend
+    is_changed = changes_envs()
+    if is_changed and backend == "envpool":
+        fail("--env-backend envpool has no use for `wrap` and `make_env`, which are for Gymnasium's environments")
+    backend = "gymnasium" if is_changed else backend
     libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"], []
     for library in libraries if in_process else reversed(libraries):
         # EnvPool takes half a second to import
@@ -610,6 +607,17 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
         raise ValueError(f"observations are {env.observation_space}, of which there is no vector")
     is_flat = isinstance(env.observation_space, gym.spaces.Box) and len(env.observation_space.shape) == 1
     return env if is_flat else gym.wrappers.FlattenObservation(env)
+
+
+def changes_envs() -> bool:
+    """Whether `wrap` or `make_env` was changed in a copy, tried with an empty environment: EnvPool calls neither."""
+    probe, space = gym.Env(), gym.spaces.Box(-1, 1, (1,))
+    probe.observation_space = space
+    spec = gym.envs.registration.EnvSpec("Probe-v0", lambda: probe, order_enforce=False)
+    try:
+        return make_env(spec, {}) is not probe or vars(probe) != {"observation_space": space, "spec": probe.spec}
+    except Exception:  # by a wrapper that asks for more than this environment has
+        return True
 
 
 class SyncEnvs:

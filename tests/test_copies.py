@@ -1395,10 +1395,16 @@ def test_wrappers_of_a_copy_are_around_each_environment(copy, capsys):
     env = module.make_env("CartPole-v1", {})
     env.reset(seed=1)
     assert env.step(env.action_space.sample())[1] == 0.5
-    module.wrap = lambda env: setattr(env.unwrapped, "bonus", 1.0) or env  # no wrapper, and yet a change
-    assert module.choose_backend("CartPole-v1", "auto", in_process=False) == "gymnasium"
+    make = "gym.make(env, disable_env_checker=True, **settings)"
+    for changed in (  # in `make_env` itself, or no wrapper and yet a change
+        copy("ppo", (make, f"gym.wrappers.TransformReward({make}, lambda reward: 0.5 * reward)")),
+        copy("ppo", (make, make.replace("**", "max_episode_steps=10, **"))),
+        copy("ppo", (make, 'gym.make("CartPole-v0")')),
+        copy("ppo", ("return env\n", "env.unwrapped.bonus = 1.0\n    return env\n")),
+    ):
+        assert changed.choose_backend("CartPole-v1", "auto", in_process=False) == "gymnasium"
     for arguments, problem in (
-        (("CartPole-v1", "envpool"), "--env-backend envpool has no use for `wrap`"),
+        (("CartPole-v1", "envpool"), "--env-backend envpool has no use for `wrap` and `make_env`"),
         (("Pong-v5", "auto"), "no environment Pong-v5 in gymnasium"),
     ):
         with pytest.raises(SystemExit) as end:
