@@ -146,6 +146,30 @@ def test_what_a_gpu_gave_is_shown(tmp_path, monkeypatch):
     assert row == "| `ppo`, CartPole-v1 | 100 | 200 | - | 2.0 [1.9, 2.1] | 2 of 3 |"
 
 
+def test_seeds_of_two_reports_are_pooled(monkeypatch):
+    """Where one is named after the other and no seed is in both; five seeds have a verdict, which neither has alone."""
+    monkeypatch.setattr(readme, "mark", lambda *words: " †" * ("old" in words[0]))
+
+    def summary(name: str, seeds: list[int], **others) -> dict:
+        row = {"script": "sac_continuous_action", "env_id": "HalfCheetah-v4", "variant": "compile", "published": None}
+        row |= {"seeds": seeds, "scores": [1000.0 * seed for seed in seeds], "steps": 1_000_000, "iqm": 0.0}
+        return {"file": f"learning/{name}/report.json", "rows": [row | {"interval": None} | others]}
+
+    first, second = summary("million", [1, 2]), summary("million_b", [3, 4, 5])
+    ((pool,), (cells,)) = (found := readme.pooled([first, second])), readme.learning_rows(found[0])
+    assert pool["rows"][0]["iqm"] == 3000 and pool["rows"][0]["seeds"] == [1, 2, 3, 4, 5]
+    assert "5 seeds, below" in cells[3] and cells[5].count("report.md") == 2
+    for other in (
+        summary("million_b", [2, 3, 4]),
+        summary("other", [3, 4, 5]),
+        summary("million_old", [3, 4, 5]),
+        summary("million_b", [3, 4, 5], steps=200_000),
+        summary("million_b", [3, 4, 5], variant="compile --bf16"),
+        summary("million_b", []),
+    ):
+        assert not readme.pooled([first, other])
+
+
 def test_the_time_to_a_score_is_shown(tmp_path, monkeypatch):
     """A row for each task, a column for each contestant; without results there is nothing."""
     monkeypatch.setattr(readme, "RESULTS", tmp_path)

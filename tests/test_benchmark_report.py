@@ -221,6 +221,21 @@ def test_runs_of_different_lengths_are_compared_at_the_shortest(tmp_path):
     assert "| compile --matmul-precision medium | 1 | 250,000 | 160.0 |" in (tmp_path / "out/report.md").read_text()
 
 
+def test_longer_runs_count_as_they_were_after_some_steps(tmp_path, capsys):
+    """What was changed after those steps does not count, what was changed before does."""
+    changes = [(1000, {"gamma": 0.9, "total_timesteps": 900_000}), (500_000, {"gamma": 0.5})]
+    resumed = [{"global_step": step, "commit": "c0ffee", "changed": changed} for step, changed in changes]
+    make_run(tmp_path / "long", curve(400, total=1_000_000), total=1_000_000, resumed=resumed)
+    make_run(tmp_path / "short", curve(480, total=250_000), seed=2, total=250_000, args={"gamma": 0.9})
+    make_run(tmp_path / "crashed", curve(400, total=1_000_000)[:1], seed=3, total=1_000_000)
+    (row,) = report.write_report([tmp_path], tmp_path / "out", until=200_000)["rows"]
+    assert row["scores"] == [160.0, 480.0] and row["steps"] == 200_000 and "common_steps" not in row
+    assert row["notes"][0] == "long: as it was after 200,000 of 900,000 steps"
+    assert "differ in their settings" not in str(row["notes"])
+    assert [x["run"] for x in row["left_out"]] == ["crashed"]
+    assert "--until is a number of steps" in refusal(report.main, report.Options((tmp_path,), until=0), capsys)
+
+
 def test_a_pair_is_compared_at_the_same_number_of_steps(tmp_path):
     make_run(tmp_path / "long", curve(400, total=1_000_000), total=1_000_000)
     make_run(tmp_path / "short", curve(480, total=250_000), total=250_000, **COMPILE)

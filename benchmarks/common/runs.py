@@ -115,6 +115,18 @@ class Run:
         """The run as it was after so many steps or, by `position`, seconds."""
         return replace(self, lines=[line for line in self.lines if line[position] <= end])
 
+    def shortened(self, steps: int) -> "Run":
+        """The run as if it had been meant to end after so many steps, with a note; itself if it was not longer."""
+        total = self.args.get("total_timesteps") or 0
+        if total <= steps:
+            return self
+        resumed = [x for x in self.config.get("resumed", []) if x.get("global_step", 0) < steps]
+        config = self.config | {"resumed": resumed}
+        args = replace(self, config=config).args | {"total_timesteps": steps}
+        config |= {"args": args, "resumed": [x | {"changed": {}} for x in resumed]}
+        note = f"as it was after {steps:,} of {total:,} steps"
+        return replace(self.until(steps), config=config, problems=[*self.problems, note])
+
     def column(self, name: str) -> np.ndarray:
         """A metric (lines,), NaN where a line does not have it."""
         return np.array([number(line.get(name)) for line in self.lines])

@@ -1,7 +1,8 @@
 """A table, learning curves and verdicts from run folders: ./run.sh report RUNS... --out DIR.
 
 Reads only `config.json` and `metrics.jsonl`, so runs from different machines can be combined. A run that did not finish
-is listed, but left out of all means.
+is listed, but left out of all means. With --until, longer runs count as they were after so many steps: where nothing
+follows a schedule over a run, as in SAC and TD3, they were then what a shorter run is.
 
 Measures: nothing; it summarizes final returns, curves and speeds over seeds, with intervals.
 Takes: seconds.
@@ -51,6 +52,7 @@ class Options:
         tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUNS...")
     ]  # folders, searched recursively
     out: Path = Path("runs/report")  # folder to write the report into
+    until: int | None = None  # leave out what longer runs did after so many environment steps
 
 
 @cache
@@ -363,9 +365,12 @@ def markdown(report: dict) -> str:
     return "\n".join([*lines, f"Reported {describe(report['provenance'])}", ""])
 
 
-def write_report(folders: list[Path], out: Path) -> dict:
-    """Write the report of all runs in these folders into `out`; returns what went into its JSON."""
-    found = runs.find_runs(folders)
+def write_report(folders: list[Path], out: Path, until: int | None = None) -> dict:
+    """Write the report of all runs in these folders, up to so many steps, into `out`; returns what went into its JSON.
+
+    Exit code 2 if there are no runs, or nothing can be written.
+    """
+    found = [run.shortened(until) if until else run for run in runs.find_runs(folders)]
     if not found:
         fail(f"no runs in {', '.join(map(str, folders))}")
     reference, rows, panels = read_reference(), [], {}
@@ -412,6 +417,8 @@ def main(options: Options) -> None:
     missing = [str(folder) for folder in folders if not folder.is_dir()]
     if missing or not folders:
         fail(f"there is no folder {', '.join(missing)}" if missing else "name at least one folder of runs")
-    report = write_report(folders, options.out)
+    if options.until is not None and options.until < 1:
+        fail(f"--until is a number of steps from 1 on, not {options.until}")
+    report = write_report(folders, options.out, options.until)
     print(markdown(report))
     print(f"written to {options.out}: report.md, report.json, learning_curves.png, curves.json.gz")

@@ -361,11 +361,35 @@ def learning_rows(summary: dict) -> list[list[str]]:
         ]
         form = ",.0f" if published and abs(published["mean"]) >= 100 else ",.1f"
         theirs = f"{published['mean']:{form}} ± {published['std']:{form}}" if published else "-"
-        name = Path(summary["file"]).parent.name
-        report_link = f"[{name}](benchmarks/results/learning/{name}/report.md)"
+        names = [Path(file).parent.name for file in summary.get("parts", [summary["file"]])]
+        links = ", ".join(f"[{name}](benchmarks/results/learning/{name}/report.md)" for name in names)
         steps = f"{known['steps']:,}"
-        cells.append([row_name(known), steps, *scores, theirs, report_link, flags_cell(flags, env_id)])
+        cells.append([row_name(known), steps, *scores, theirs, links, flags_cell(flags, env_id)])
     return cells
+
+
+def pooled(summaries: list[dict]) -> list[dict]:
+    """Runs whose seeds are spread over a report and others named after it, as `million` and `million_zen_4` are.
+
+    Each row is a report of its own. Rows of older code are left out; so are all of a kind if a seed is in two reports,
+    as it is no second sample.
+    """
+    groups = {}
+    for summary in summaries:
+        for row in summary["rows"]:
+            key = row["script"], row["env_id"], row["variant"]
+            if row["seeds"] and not mark(summary["file"], *key):
+                groups.setdefault((*key, row["steps"]), []).append((summary["file"], row))
+    result = []
+    for parts in groups.values():
+        files, rows = zip(*parts, strict=True)
+        seeds, scores = ([x for row in rows for x in row[name]] for name in ("seeds", "scores"))
+        is_named_so = all(file.startswith(files[0].removesuffix("/report.json")) for file in files)
+        if len(parts) > 1 and is_named_so and len(set(seeds)) == len(seeds):
+            row = rows[0] | {"seeds": seeds, "scores": scores, "iqm": float(stats.iqm(np.array(scores)))}
+            row["interval"] = report.interval([np.array(scores)], stats.pooled_iqm)
+            result.append({"file": files[0], "parts": files, "rows": [row]})
+    return result
 
 
 def learning_section() -> list[str]:
@@ -373,7 +397,8 @@ def learning_section() -> list[str]:
     summaries = load("learning/*/report.json")
     header = ["return of the last 100 training episodes", "steps", "eager: IQM [95 %]", "compiled: IQM [95 %]"]
     header += ["CleanRL, mean ± std", "curves, scores, commits"]
-    lines = [*table_with_flags(header, [row for summary in summaries for row in learning_rows(summary)]), ""]
+    reports = [*summaries, *pooled(summaries)]
+    lines = [*table_with_flags(header, [row for summary in reports for row in learning_rows(summary)]), ""]
     lines += legend(lines)
     for summary in summaries:
         lines += report.milestone_tables(summary["rows"], f"{{}} (`{Path(summary['file']).parent.name}`):")
@@ -383,7 +408,8 @@ def learning_section() -> list[str]:
         seen: they overlap, which does not show that they are equal. Of five seeds, an interquartile mean leaves out the
         lowest and the highest; CleanRL's plain means do not. Intervals over few seeds are too narrow: in a simulation
         (`tests/test_benchmark_stats.py`) those of five held the truth in 90 % of cases, of three in 75 %, of two in
-        half.""")
+        half. A row of two reports has the seeds of both,
+        measured on two machines.""")
     return [*lines, f"Commits of the runs: {', '.join(sorted(commits))}.", ""]
 
 
