@@ -203,11 +203,15 @@ def test_files_that_differ_are_noted(tmp_path):
     assert result["rows"][0]["notes"] == ["these runs are of 2 different files of this name"]
 
 
-def test_settings_that_differ_are_noted(tmp_path):
-    for seed, gamma in enumerate((0.9, 0.99)):
-        make_run(tmp_path / f"{seed}", curve(480), seed=seed, total=500_000, args={"gamma": gamma})
+@pytest.mark.parametrize(
+    ("name", "device", "counts"), [("gamma", "cpu", True), ("cudagraphs", "cpu", False), ("cudagraphs", "cuda", True)]
+)
+def test_settings_that_differ_are_noted(tmp_path, name, device, counts):
+    for seed in (0, 1):
+        args = {"compile": True, "cudagraphs": True, name: bool(seed)}
+        make_run(tmp_path / f"{seed}", curve(480), seed=seed, total=500_000, args=args, device=device)
     result = report.write_report([tmp_path], tmp_path / "out")
-    assert result["rows"][0]["notes"] == ["the runs of this row differ in their settings"]
+    assert result["rows"][0]["notes"] == ["the runs of this row differ in their settings"] * counts
 
 
 def test_runs_of_different_lengths_are_compared_at_the_shortest(tmp_path):

@@ -68,7 +68,8 @@ def read_reference() -> dict[tuple[str, str], dict]:
 
 def settings(run: runs.Run) -> str:
     """A run's settings, to compare and to show, without those that may differ between the runs of one group."""
-    return json.dumps({name: value for name, value in run.args.items() if name not in OWN}, sort_keys=True)
+    unused = (*OWN, "cudagraphs") if run.config.get("device", "cpu") == "cpu" else OWN
+    return json.dumps({name: value for name, value in run.args.items() if name not in unused}, sort_keys=True)
 
 
 def in_words(changed: dict) -> str:

@@ -397,7 +397,7 @@ def learning_section() -> list[str]:
     summaries = load("learning/*/report.json")
     header = ["return of the last 100 training episodes", "steps", "eager: IQM [95 %]", "compiled: IQM [95 %]"]
     header += ["CleanRL, mean ± std", "curves, scores, commits"]
-    reports = [*summaries, *pooled(summaries)]
+    reports = sorted([*summaries, *pooled(summaries)], key=lambda x: x.get("parts", [x["file"]])[-1])
     lines = [*table_with_flags(header, [row for summary in reports for row in learning_rows(summary)]), ""]
     lines += legend(lines)
     for summary in summaries:
