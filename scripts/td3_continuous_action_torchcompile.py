@@ -58,7 +58,7 @@ import tyro
 from tensordict import from_modules
 from tensordict.nn import CudaGraphModule, TensorDictParams
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, stack_module_state
 from tqdm import tqdm
 
 
@@ -184,8 +184,7 @@ def train(args: Args) -> Path:
     critics = nn.ModuleList(Critic(envs.obs_dim, action_dim, args.bf16) for _ in range(2)).to(device)
 
     # compile: the critics' parameters, stacked and, as gradients come, transposed: a copy would take 10 % of an update
-    if len({*map(plan, critics)}) > 1 or len([*critics.parameters()]) < len(critics) * len([*critics[0].parameters()]):
-        fail("critics that share layers, or differ, can't be stacked: use the eager file, or give each its own")
+    check_stack(critics, torch.zeros(2, envs.obs_dim, device=device), torch.zeros(2, action_dim, device=device))
     modules = {True: critics[0], False: deepcopy(critics[0]).eval()}  # what vmap runs, by the mode of the weights
     critics = TensorDictParams(from_modules(*critics).apply(lambda x: x.mT.contiguous() if x.ndim == 3 else x))
 
@@ -658,10 +657,24 @@ def refuse_changes(function):
     return checked
 
 
-def plan(module: nn.Module) -> str:
-    """Layers of a network, and numbers and tensors that are their attributes: what stacked networks must share."""
-    kinds = bool | int | float | str | Tensor
-    return repr([module, *({k: x for k, x in vars(part).items() if isinstance(x, kinds)} for part in module.modules())])
+def check_stack(critics: nn.ModuleList, *inputs: Tensor) -> None:
+    """SystemExit(2) for critics that can't run as one with stacked weights, tried with two rows of inputs."""
+    kinds = bool | int | float | str | Tensor  # of attributes, which must be the same, as layers must
+    plans = {
+        repr([net, *({k: x for k, x in vars(part).items() if isinstance(x, kinds)} for part in net.modules())])
+        for net in critics
+    }
+    if len(plans) > 1 or len([*critics.parameters()]) < len(critics) * len([*critics[0].parameters()]):
+        fail("critics that share layers, or differ, can't be stacked: use the eager file, or give each its own")
+    alone = deepcopy(critics[0])
+    with torch.no_grad():
+        alone(*inputs)  # an error here is not the stack's
+        parameters, buffers = stack_module_state([*critics])
+        call = torch.vmap(partial(functional_call, alone), in_dims=(0, None), randomness="different")
+        try:
+            call(parameters | buffers, inputs)
+        except RuntimeError as error:  # such as spectral_norm's, which changes tensors in place
+            fail(f"these critics can't be stacked: {str(error).rstrip('.')}; the eager file has them one by one")
 
 
 def tensors_only(function):

@@ -1509,3 +1509,16 @@ def test_critics_that_differ_or_share_layers_are_refused_where_they_are_stacked(
     with pytest.raises(SystemExit) as end:
         train_copy(copy(name, (line, f"{line}\n    {change}")), name, compile=False)
     assert end.value.code == 2 and "critics that share layers, or differ, can't be stacked" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile"])
+def test_critics_that_cannot_run_stacked_are_refused(copy, train_copy, capsys, name):
+    """A bug that shows without the stack, too, keeps its traceback."""
+    layer = "nn.Linear(256, 1),\n        )  # fmt: skip\n\n    def forward(self, obs: Tensor, action"
+    for new, expected in ((f"spectral_norm({layer[:17]})", SystemExit), ("nn.Linear(255, 1)", RuntimeError)):
+        module = copy(name, (layer, layer.replace(layer[:17], new)))
+        module.spectral_norm = torch.nn.utils.parametrizations.spectral_norm
+        with pytest.raises(expected) as end:
+            train_copy(module, name, compile=False)
+        error = capsys.readouterr().err
+        assert expected is RuntimeError or (end.value.code == 2 and "these critics can't be stacked: " in error)

@@ -28,7 +28,7 @@ CHANGED = {"Args", "train", "make_learner"}
 # compiled code would ignore
 OF_TWINS = {"compiled", "check_adam", "is_own", "attributes_of", "length", "readings", "refuse_changes"}
 OF_TWINS |= {"tensors_only", "check_equal"}
-OF_STACKED = {"plan"}  # in twins whose critics are stacked
+OF_STACKED = {"check_stack"}  # in twins whose critics are stacked
 MOST_IN_TRAIN = 131
 RULE = "# ---- Plumbing: all below is the same text in every script that has it ".ljust(117, "-")
 HEADINGS = (
