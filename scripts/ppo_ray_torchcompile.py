@@ -977,7 +977,9 @@ def changes_envs() -> bool:
     probe.observation_space = space
     spec = gym.envs.registration.EnvSpec("Probe-v0", lambda: probe, order_enforce=False)
     try:
-        return make_env(spec, {}) is not probe or vars(probe) != {"observation_space": space, "spec": probe.spec}
+        env = make_env(spec, {})
+        env.close()
+        return env is not probe or vars(probe) != {"observation_space": space, "spec": probe.spec}
     except Exception:  # by a wrapper that asks for more than this environment has
         return True
 

@@ -1403,6 +1403,9 @@ def test_wrappers_of_a_copy_are_around_each_environment(copy, capsys):
         copy("ppo", ("return env\n", "env.unwrapped.bonus = 1.0\n    return env\n")),
     ):
         assert changed.choose_backend("CartPole-v1", "auto", in_process=False) == "gymnasium"
+    closed = mock.Mock()
+    module.wrap = lambda env: mock.Mock(wraps=env, close=closed, observation_space=env.observation_space)
+    assert module.changes_envs() and closed.call_count == 1  # what was tried is not left open
     for arguments, problem in (
         (("CartPole-v1", "envpool"), "--env-backend envpool has no use for `wrap` and `make_env`"),
         (("Pong-v5", "auto"), "no environment Pong-v5 in gymnasium"),

@@ -44,7 +44,7 @@ class Pair:
     # Limits in tests/test_scripts_agree.py, raised where there is a reason, and names whose text differs in this pair
     most_changes: int = 25  # lines above the rule in which its two scripts differ
     most_above: int = 360  # lines above the rule
-    most_lines: int = 1160  # lines in total, without the functions that only compiled files have
+    most_lines: int = 1165  # lines in total, without the functions that only compiled files have
     own_texts: tuple[str, ...] = ()
 
 
@@ -111,7 +111,7 @@ TABLE = {
         goal=(-1200, -250),
         learn_value=OFF_POLICY_VALUE | {"tau": 0.2, "autotune": False, "alpha": 1e-3, "total_timesteps": 600,
                                          "batch_size": 64},
-        most_lines=1170,  # networks, targets, a temperature, a replay buffer, bfloat16, transfers to and from a device
+        most_lines=1175,  # networks, targets, a temperature, a replay buffer, bfloat16, transfers to and from a device
         most_changes=39,  # the critics are stacked
     ),
     "td3_continuous_action": Pair(
@@ -209,7 +209,7 @@ TABLE = {
               "target_network_frequency": 200, "learning_rate": 1e-3, "log_every": 1000},
         goal=(30, 120),
         most_above=420,
-        most_lines=1995,  # runners and replay shards on Ray
+        most_lines=2000,  # runners and replay shards on Ray
         own_texts=("Runner", "check_actions", "warn_of_pixels"),  # epsilons, n-step returns; it has convolutions
     ),
     "a3c_ray": Pair(  # it acts as ppo does
