@@ -595,16 +595,16 @@ def num_cores() -> int:
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
     """The library that makes the environments; SystemExit(2) with similar ids if none knows the id."""
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
-    is_changed = changes_envs()
-    if is_changed and backend == "envpool":
-        fail("--env-backend envpool has no use for `wrap` and `make_env`, which are for Gymnasium's environments")
-    backend = "gymnasium" if is_changed else backend
     libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"], []
     for library in libraries if in_process else reversed(libraries):
         # EnvPool takes half a second to import
         ids = gym.registry if library == "gymnasium" else importlib.import_module("envpool").list_all_envs()
         if env_id in ids or (library == "gymnasium" and ":" in env_id):
-            return library
+            if library == "gymnasium" or not changes_envs():
+                return library
+            if backend == "envpool":
+                fail("--env-backend envpool has no use for `wrap` and `make_env`, made for Gymnasium's environments")
+            return choose_backend(env_id, "gymnasium", in_process)
         known += ids
     name = env_id.removeprefix("ALE/").replace("NoFrameskip-v4", "-v5")  # what others call EnvPool's Atari games
     near = dict.fromkeys(difflib.get_close_matches(name, known))

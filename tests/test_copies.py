@@ -1406,6 +1406,8 @@ def test_wrappers_of_a_copy_are_around_each_environment(copy, capsys):
     closed = mock.Mock()
     module.wrap = lambda env: mock.Mock(wraps=env, close=closed, observation_space=env.observation_space)
     assert module.changes_envs() and closed.call_count == 1  # what was tried is not left open
+    module.choose_backend("tiny_envs:Count-v0", "auto", in_process=False)
+    assert closed.call_count == 1  # not tried where EnvPool has no such environment
     for arguments, problem in (
         (("CartPole-v1", "envpool"), "--env-backend envpool has no use for `wrap` and `make_env`"),
         (("Pong-v5", "auto"), "no environment Pong-v5 in gymnasium"),
