@@ -102,7 +102,7 @@ class Args:
     gpus_per_runner: float = 0.0  # GPUs per runner; may be fractional; policies on frames then run there
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
     runner_restarts: int = 100  # replacements of dead runners allowed in a run; one more death ends it
-    fragment_timeout: float = 300.0  # seconds until a silent runner is replaced; if all are, the run ends
+    fragment_timeout: float = 300.0  # seconds until a silent runner is replaced; if all are silent, the run ends
 
     # A2C, A3C
     sync_gradients: bool = True  # A2C: one step with the mean gradient of all runners; else A3C: one step per gradient
@@ -839,6 +839,9 @@ def open_envs(args: Args, seeds: list[int]) -> Envs:
     backend = choose_backend(args.env_id, args.env_backend, in_process or args.async_envs)
     envs = Envs(replace(args, env_backend=backend), seeds)
     check_actions(args, envs.action_space)
+    hints = {"episodic_life": "ppo_atari_envpool.py can learn so", "reward_clip": "--clip-rewards is for learning only"}
+    for name in [x for x in hints if sees_frames(envs.observation_space) and json.loads(args.env_kwargs).get(x)]:
+        fail(f"--env-kwargs {name}: returns in the log would not be the scores of games; {hints[name]}")
     if vars(args).get("norm_obs") and sees_frames(envs.observation_space):
         fail("--norm-obs is for vectors; frames are divided by 255 as they are")
     return envs
@@ -948,7 +951,7 @@ class Runners:
             self.infos[name] += values
 
     def metrics(self) -> dict[str, float]:
-        """Metrics since the last log line. The shares of the time of all processes sum to 100 %."""
+        """Metrics since the last log line. The shares of time, of the runners and of this process, sum to 100 %."""
         for name, seconds in take(self.clock.seconds).items():
             self.seconds[name] += seconds
         total, seconds = sum(self.seconds.values()), take(self.seconds)
@@ -1099,9 +1102,9 @@ class RayRunners(Runners):
     """Runners as actors of Ray, wherever in the cluster there is room.
 
     In IMPALA and Ape-X, two fragments are requested of each runner: it works on one and can begin the next without
-    waiting for the learner, but never runs far ahead. With --rollout first-ready, the next is requested when one has
-    arrived, and those older than one update are dropped; with batched, the learner waits for one from each, with the
-    newest weights.
+    waiting for the learner, but never runs far ahead. With --rollout first-ready, the next is requested when the
+    learner has taken one, and those older than one update are dropped; with batched, the learner waits for one from
+    each, with the newest weights.
 
     A runner that dies, or whose environment raises, is replaced by another with new seeds; its pending requests are
     lost. The learner continues with the fragments of the others.
@@ -1127,9 +1130,13 @@ class RayRunners(Runners):
         self.deadline = time.monotonic() + args.fragment_timeout
         for index in range(args.num_runners):
             self.start(index)
-        while len(self.alive) < (1 if self.most_stale else args.num_runners):
+        wanted = 1 if self.most_stale else args.num_runners
+        while len(self.alive) < wanted and not (self.alive and time.monotonic() > self.deadline - 1):
             for reference in self.ready():
                 self.hear(reference)
+        if len(self.alive) < wanted:
+            late = f"{len(self.alive)} of {wanted} runners have started"
+            print(f"note: {late} within {args.fragment_timeout:g} s; they go on without the others", file=sys.stderr)
         warn_of_pixels(self.spaces[0], gym.spaces.flatdim(self.spaces[0]))  # what runners print is not shown
 
     def start(self, index: int) -> None:
@@ -1472,7 +1479,7 @@ class Run:
         commit = subprocess.getoutput(git) or None
         blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
         if not self.args.resume:
-            installed = filter(importlib.util.find_spec, ("torch", "tensordict", "gymnasium", "envpool", "numpy"))
+            installed = filter(importlib.util.find_spec, "torch tensordict gymnasium envpool numpy ray".split())
             values = {
                 "script": Path(__file__).name,
                 "blob": blob,

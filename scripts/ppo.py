@@ -936,7 +936,7 @@ class Run:
         commit = subprocess.getoutput(git) or None
         blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
         if not self.args.resume:
-            installed = filter(importlib.util.find_spec, ("torch", "tensordict", "gymnasium", "envpool", "numpy"))
+            installed = filter(importlib.util.find_spec, "torch tensordict gymnasium envpool numpy ray".split())
             values = {
                 "script": Path(__file__).name,
                 "blob": blob,

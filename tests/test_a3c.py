@@ -261,7 +261,7 @@ def test_the_twin_compiles_in_its_runners(train):
 
 
 class Sleepy(tiny_envs.Tiny):
-    """Takes 10 ms a step; one of them 100 ms, from when there is a file that says so."""
+    """Takes 10 ms a step; one of them 100 ms, from when there is a file that says so, or it hangs at its start."""
 
     def __init__(self, path: str):
         super().__init__(tiny_envs.CHOICE)
@@ -271,6 +271,8 @@ class Sleepy(tiny_envs.Tiny):
             self.may_be_slow = True
         except FileExistsError:
             self.may_be_slow = False
+        if self.may_be_slow and self.path.name == "hang":
+            time.sleep(600)
 
     def start(self):
         return np.zeros(3, dtype=np.float32)
@@ -281,6 +283,14 @@ class Sleepy(tiny_envs.Tiny):
 
 
 gym.register("Sleepy-v0", Sleepy)
+
+
+@on_ray
+def test_a_runner_that_hangs_while_it_starts_is_not_awaited_for_ever(train, tmp_path, capfd):
+    """A2C's first step would need its gradient; the others give one more instead."""
+    run = train(env_id="Sleepy-v0", env_kwargs=f'{{"path": "{tmp_path}/hang"}}', num_runners=2, fragment_timeout=20.0)
+    assert run.lines[-1]["runners/alive"] == 1 and run.lines[-1]["global_step"] >= 384
+    assert "note: 1 of 2 runners have started within 20 s; they go on without the others" in capfd.readouterr().err
 
 
 @on_ray

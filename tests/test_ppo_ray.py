@@ -428,11 +428,11 @@ def test_settings_that_cannot_work_are_refused(capfd):
         return helpers.refused(SCRIPT, capfd, **SMALL | settings)
 
     assert "--rollout first-ready is for --num-runners 1 or more" in refused(num_runners=0, rollout="first-ready")
-    assert "2 learners can't share 3 runners' rows" in refused(num_runners=3, num_learners=2)
-    assert "2 learners can't share 2 runners' rows in 64 minibatches" in refused(
-        num_runners=2, num_learners=2, num_minibatches=64
-    )
-    assert "2 learners can't share 1 runners' rows" in refused(num_learners=2)
+    for settings in {"num_runners": 3}, {"num_runners": 2, "num_minibatches": 64}:
+        assert "--num-learners 2 must divide --num-runners, and --num-minibatches" in refused(
+            num_learners=2, **settings
+        )
+    assert "--num-learners 2 is for --num-runners 1 or more" in refused(num_learners=2)
 
 
 # Over Ray

@@ -20,6 +20,18 @@ ACTOR_CRITICS = ["impala_ray", "a3c_ray", "ppo_ray"]
 RAY = [*ACTOR_CRITICS, "apex_dqn_ray"]
 
 
+@pytest.mark.parametrize("name", RAY)
+@pytest.mark.parametrize("setting", ["episodic_life", "reward_clip"])
+def test_settings_that_hide_the_score_of_a_game_are_refused(name, setting, capfd):
+    """By them EnvPool reports lives as episodes, or clipped rewards, and the log would have no score of a game."""
+    script = load(name)
+    args = script.Args(env_id="Pong-v5", env_kwargs=f'{{"{setting}": true}}', envs_per_runner=1)
+    with pytest.raises(SystemExit) as end:
+        script.open_envs(args, [1])
+    assert end.value.code == 2 and f"--env-kwargs {setting}: returns in the log" in capfd.readouterr().err
+    script.open_envs(script.replace(args, env_kwargs=f'{{"{setting}": false}}'), [1]).close()
+
+
 # Reports
 
 
