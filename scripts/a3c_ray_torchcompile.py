@@ -1353,6 +1353,7 @@ class RayRunners(Runners):
         for index in range(args.num_runners):
             self.start(index)
         wanted = 1 if self.most_stale else args.num_runners
+        # At the deadline `ready` would end the run; just before, those that have started go on without the others
         while len(self.alive) < wanted and not (self.alive and time.monotonic() > self.deadline - 1):
             for reference in self.ready():
                 self.hear(reference)
