@@ -82,6 +82,8 @@ def command_line() -> str | None:
 GENERATIONS = {
     "AMD EPYC (family 25, model 17)": "AMD EPYC (Zen 4)",
     "AMD EPYC (family 26, model 2)": "AMD EPYC (Zen 5)",
+    "Intel(R) Xeon(R) Processor": "Intel Xeon (with AMX)",  # results from before the family was named
+    "Intel(R) Xeon(R) Processor @ 2.50GHz (family 6, model 85)": "Intel Xeon (Cascade Lake)",  # AVX-512, no AMX
 }
 SECOND_EPYC = "2026-11-23 17:00"  # when results without the CPU's family changed from one "AMD EPYC" to another
 # What results depend on; writing results does not count as a change of the code
