@@ -218,7 +218,7 @@ def train(args: Args) -> Path:
     obs_norm, reward_scale = RunningNorm((envs.obs_dim,)), RewardScale(args.num_envs, args.gamma)
 
     # A single observation is too little work for a GPU, or for PyTorch: the policy collects on the CPU, in NumPy
-    collector = agent if device.type == "cpu" else deepcopy(agent).cpu()
+    collector = agent if device.type == "cpu" else copy_attributes(agent, deepcopy(agent).cpu())
     policy = numpy_mlp(collector.actor)
 
     def log_std() -> Tensor:
@@ -450,16 +450,24 @@ class Adam(nn.Module):
 
 
 @torch.no_grad()
-def copy_attributes(module: nn.Module, copy: nn.Module) -> None:
-    """Give the copy that acts the numbers and tensors that your own modules have beside weights: they may change."""
+def copy_attributes(module: nn.Module, copy: nn.Module) -> nn.Module:
+    """Give the copy that acts what a `state_dict` leaves out: the numbers and tensors that are attributes of your own
+    modules, and buffers that are not saved. They may change. Returns the copy.
+    """
     device = next(copy.parameters()).device
     for part, its_copy in zip(module.modules(), copy.modules(), strict=True):
         own = {} if type(part).__module__.startswith("torch.") else vars(part)
         for name, x in own.items():
-            if isinstance(x, Tensor):
-                vars(its_copy).setdefault(name, x.to(device, copy=True)).copy_(x)
-            elif isinstance(x, bool | int | float | str) and name != "training":
+            old = vars(its_copy).get(name)
+            if isinstance(x, Tensor) and isinstance(old, Tensor) and (old.shape, old.device) == (x.shape, device):
+                old.copy_(x)
+            elif isinstance(x, Tensor):
+                vars(its_copy)[name] = x.detach().to(device, copy=True)
+            elif isinstance(x, bool | int | float | str | None) and name != "training":
                 vars(its_copy)[name] = x
+    for x, its_copy in zip(module.buffers(), copy.buffers(), strict=True):
+        its_copy.copy_(x)
+    return copy
 
 
 def numpy_mlp(net: nn.Sequential):
@@ -505,7 +513,7 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     state += [*module.parameters(), *module.buffers()]
     first = [x.clone() for x in state]
     for values, name, x in floats:
-        values[name] = 1.5 * x + 0.5
+        values[name] = (x + 1) / 2 if abs(x) < 1 else 1.5 * x  # a probability stays one
     for x in [x for x in state if x.is_floating_point()]:  # weights of either sign; buffers may be variances
         draw, inputs = (torch.randn if isinstance(x, nn.Parameter) else torch.rand), math.prod(x.shape[1:])
         x.add_((draw(x.shape, generator=generator) / max(1, inputs) ** 0.5).to(x.device, x.dtype))
@@ -544,10 +552,10 @@ def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
         # EnvPool takes half a second to import
         ids = gym.registry if library == "gymnasium" else importlib.import_module("envpool").list_all_envs()
         if env_id in ids or (library == "gymnasium" and ":" in env_id):
-            if library == "gymnasium" or not changes_envs():
+            if library == "gymnasium" or not changes_envs(env_id):
                 return library
-            if backend == "envpool":
-                fail("--env-backend envpool has no use for `wrap` and `make_env`, made for Gymnasium's environments")
+            if backend == "envpool" or env_id not in gym.registry:
+                fail(f"EnvPool's {env_id} has no use for `wrap` and `make_env`, made for Gymnasium's environments")
             return choose_backend(env_id, "gymnasium", in_process)
         known += ids
     name = env_id.removeprefix("ALE/").replace("NoFrameskip-v4", "-v5")  # what others call EnvPool's Atari games
@@ -596,11 +604,13 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     return env if is_flat else gym.wrappers.FlattenObservation(env)
 
 
-def changes_envs() -> bool:
-    """Whether `wrap` or `make_env` was changed in a copy, tried with an empty environment: EnvPool calls neither."""
+def changes_envs(env_id: str) -> bool:
+    """Whether `wrap` or `make_env` was changed in a copy: EnvPool calls neither. Tries them on an empty environment."""
+    if getattr(getattr(wrap, "__code__", None), "co_code", None) != (lambda env: env).__code__.co_code:
+        return True  # even if it leaves the empty one alone
     probe, space = gym.Env(), gym.spaces.Box(-1, 1, (1,))
     probe.observation_space = space
-    spec = gym.envs.registration.EnvSpec("Probe-v0", lambda: probe, order_enforce=False)
+    spec = gym.envs.registration.EnvSpec(env_id, lambda: probe, order_enforce=False)
     try:
         env = make_env(spec, {})
         env.close()
@@ -736,6 +746,10 @@ class Envs:
         for how in ("sync", "async") if self.backend == "envpool" else ():
             if vars(args).get(f"{how}_envs"):
                 fail(f"--{how}-envs is for Gymnasium's environments; {args.env_id} is EnvPool's, which has threads")
+        for name in ("episodic_life", "reward_clip") if self.backend == "envpool" else ():
+            if settings.get(name):
+                hint = "ppo_atari_envpool.py does this for learning only, and so does --clip-rewards over Ray"
+                fail(f"--env-kwargs {name}: returns in the log would not be the scores of games; {hint}")
         self.action_shape = (len(seeds), *(self.action_space.shape or ()))  # the shape of some spaces is None
         where = "threads" if self.backend == "envpool" else "this process" if in_process else "worker processes"
         self.summary = f"environments: {len(seeds)} by {self.backend}, in {where}"
@@ -864,7 +878,8 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
         saved = Args(**checkpoint["args"])
     except Exception as error:  # anything unpickling a broken file may raise
         fail(f"can't resume {args.resume}: {type(error).__name__}: {error}")
-    flags = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv[1:] if word.startswith("--")]
+    words = sys.argv[1:] if Path(sys.argv[0]).name == Path(__file__).name else []  # else another program's
+    flags = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in words if word.startswith("--")]
     other_names = {"cuda": "device", "start_e": "epsilon_start", "end_e": "epsilon_end"}  # CleanRL's
     typed = {other_names.get(flag, flag) for flag in (flag.removeprefix("no_") for flag in flags)}
     defaults = vars(Args())
@@ -876,7 +891,7 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
         may_change = name in of_the_machine or (name == "total_timesteps" and value > saved.total_timesteps)
         if value != getattr(saved, name) and not may_change:
             flag, hint = f"--{name.replace('_', '-')}", f"; --override {name}={value}" * (name in CHANGEABLE)
-            fail(f"{flag}: a resumed run keeps its settings, but for a longer --total-timesteps{hint}")
+            fail(f"{flag} can't change in a run, as --device and a longer --total-timesteps can{hint}")
     if given.get("total_timesteps", saved.total_timesteps) != saved.total_timesteps:
         print("what is annealed over the run now follows the new --total-timesteps", file=sys.stderr)
     return overridden(replace(saved, **given | {"override": ()}), args.override), checkpoint
@@ -895,6 +910,16 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
         print(f"{name} was {getattr(saved, name)}, from here on {getattr(new, name)}", file=sys.stderr)
         saved = new
     return saved
+
+
+def new_folder(name: str) -> Path:
+    """Make runs/NAME__SECONDS; of several runs that start in the same second, all but one wait for the next."""
+    while True:
+        folder = Path("runs", f"{name}__{int(time.time())}".replace("/", "_").replace(":", "_"))
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+        time.sleep(0.1)
 
 
 def lock(file) -> bool:
@@ -968,9 +993,11 @@ class Run:
         if self.checkpoint:
             self.restore()
         self.keep_rng()
-        name = f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}__{int(time.time())}"
-        self.dir = Path(self.args.resume or self.args.run_dir or "runs/" + name.replace("/", "_").replace(":", "_"))
+        chosen = self.args.resume or self.args.run_dir
+        self.dir = Path(chosen or "runs")
         try:
+            if not chosen:
+                self.dir = new_folder(f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}")
             self.dir.mkdir(parents=True, exist_ok=True)
             if not self.args.resume and any(self.dir.iterdir()):
                 fail(f"the run folder {self.dir} is not empty; --resume goes on with a run")
@@ -992,7 +1019,8 @@ class Run:
     def open_files(self) -> None:
         """Write the configuration or, to resume, cut the log back to the checkpoint; then open the log to append."""
         log, config, lines = self.dir / "metrics.jsonl", self.dir / "config.json", []
-        if self.args.resume and log.exists() and not lock(log.open("a")):
+        old = log.open("a" if self.args.resume else "x")  # "x": of two runs that begin here at once, one fails
+        if not lock(old):
             fail(f"another process is training {self.dir}: end it first")
         git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
         commit = subprocess.getoutput(git) or None
@@ -1028,7 +1056,9 @@ class Run:
         log.with_suffix(".tmp").write_text("".join(lines))
         log.with_suffix(".tmp").replace(log)
         self.file, self.writer = log.open("a", buffering=1), None
-        lock(self.file)
+        if not lock(self.file):
+            fail(f"another process is training {self.dir}: end it first")
+        old.close()
         if self.args.track:
             import wandb
 
@@ -1112,7 +1142,7 @@ class Run:
         return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
 
     def stop_if_asked(self) -> None:
-        """After a signal, end the run now, not after the rollout, which may take minutes; save the last update."""
+        """After a signal, end the run now, without another update; save the last one."""
         if self.stopped_by is not None:
             self.close()
 

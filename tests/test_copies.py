@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -742,21 +743,30 @@ def test_policy_of_a_checkpoint_is_that_of_forward(copy, train_copy, tmp_path, n
     envs.close()
 
 
+OPEN = {True: "    run.open(envs, agent=agent, optimizer=optimizer)\n"}
+OPEN[False] = "    run.open(envs, network=network, target_network=target_network, optimizer=optimizer, **buffers)\n"
+
+
 @pytest.mark.parametrize("name", ["ppo", "dqn"])
 def test_the_best_policy_is_kept_as_the_page_says(copy, train_copy, tmp_path, name):
     """docs/use.md: the one with the highest mean of the last 100 returns."""
-    lines = re.search(r"```python\n( +if len\(run.returns\).*?)```", (ROOT / "docs/use.md").read_text(), re.DOTALL)[1]
+    page = (ROOT / "docs/use.md").read_text()
+    start, lines = re.search(r"```python\n( +best = .*?)```\n.*?```python\n(.*?)```", page, re.DOTALL).groups()
     log = re.search(r"\n +run\.log\(.*\n", source_of(name))[0]
     lines = lines.replace("\n", "\n    ") if name == "dqn" else lines
     module = copy(
         name,
-        ("    run.open(", "    best = -math.inf\n    run.open("),
+        (OPEN[on_policy(name)], OPEN[on_policy(name)] + start),
         (log, log + ("    " * (name == "dqn") + lines).rstrip() + "\n"),
         ("import shlex", "import shlex\nimport shutil"),
     )
     train_copy(module, name, total_timesteps=1500, **({} if name == "ppo" else {"learning_starts": 50}))
-    best, last = (torch.load(tmp_path / f"copy_run0/{x}.pt", weights_only=True) for x in ("best", "checkpoint"))
-    assert 0 < best["global_step"] <= last["global_step"]
+    folder = tmp_path / "copy_run0"
+    best, last = (torch.load(folder / f"{x}.pt", weights_only=True) for x in ("best", "checkpoint"))
+    assert 0 < best["global_step"] <= last["global_step"] and float((folder / "best.txt").read_text()) < 0
+    (folder / "best.txt").write_text("1e9")  # better than all to come: a resumed run does not forget it
+    module.train(module.Args(resume=str(folder), total_timesteps=3000, device="cpu"))
+    assert torch.load(folder / "best.pt", weights_only=True)["global_step"] == best["global_step"]
 
 
 @pytest.mark.parametrize("layer", ["nn.Linear(64, 64), nn.Tanh()", "nn.LayerNorm(64)"])
@@ -980,6 +990,25 @@ def test_a_policy_that_a_schedule_will_change_is_refused(sharpness, capsys):
     assert net.sharpness == 1
 
 
+class Within(nn.Module):
+    """Numbers that must stay below one."""
+
+    def __init__(self):
+        super().__init__()
+        self.actor, self.quantile, self.correlation, self.zero = nn.Linear(3, 2), 0.9, -0.9, 0.0
+
+    def forward(self, obs):
+        logits = self.actor(obs) * math.sqrt(1 - self.correlation**2) * math.sqrt(1 - self.zero)
+        return logits - logits.quantile(self.quantile, dim=1, keepdim=True)
+
+
+def test_the_check_of_the_policy_keeps_probabilities_below_one():
+    net = Within()
+    acting = torch.no_grad()(lambda obs: net(torch.from_numpy(obs)).numpy())
+    defining("check_policy").check_policy(acting, torch.no_grad()(net), net, 3)
+    assert (net.quantile, net.correlation, net.zero) == (0.9, -0.9, 0.0)
+
+
 class SharpenedByItsClass(Sharpened):
     """The same, its number being the class's: `net.sharpness = 2.0` in a loop gives the object its own."""
 
@@ -1078,6 +1107,21 @@ def test_a_copy_that_acts_gets_the_numbers_of_the_network():
     assert torch.equal(net(x), copy(x)) and copy[0].shift is not net[0].shift
     assert torch.equal(copy[0].late, net[0].late) and copy[0].late is not net[0].late
     assert copy[0].name == "second" and not copy.training and not copy[0].training and net.training
+
+
+def test_a_copy_that_acts_gets_what_the_network_did_not_have_at_the_start():
+    """A tensor where there was none, or of another shape, as an activation that is kept; none again; a buffer."""
+    script, net = defining("copy_attributes"), nn.Sequential(Scaled())
+    net[0].kept, net[0].mean = None, torch.zeros(3)
+    net[0].register_buffer("temperature", torch.ones(()), persistent=False)
+    copy, weight = script.copy_attributes(net, script.deepcopy(net)), net[0].weight
+    for kept in (torch.ones(3), weight * 2, weight[:2] * 3, None):
+        net[0].kept = kept
+        net[0].temperature.add_(1.0)
+        script.copy_attributes(net, copy)
+        assert copy[0].kept is kept is None or torch.equal(copy[0].kept, kept)
+        assert copy[0].temperature == net[0].temperature > 1 and copy[0].temperature is not net[0].temperature
+    assert copy[0].kept is None
 
 
 def test_a_schedule_of_the_network_reaches_the_copy_that_acts(copy, train_copy):
@@ -1401,16 +1445,20 @@ def test_wrappers_of_a_copy_are_around_each_environment(copy, capsys):
         copy("ppo", (make, make.replace("**", "max_episode_steps=10, **"))),
         copy("ppo", (make, 'gym.make("CartPole-v0")')),
         copy("ppo", ("return env\n", "env.unwrapped.bonus = 1.0\n    return env\n")),
+        # What only some environments get
+        copy("ppo", (make, make.replace("**", 'max_episode_steps=10 if "CartPole" in env.id else None, **'))),
+        copy("ppo", ("return env\n", "return HalfReward(env) if isinstance(env.action_space, Dict) else env\n")),
     ):
         assert changed.choose_backend("CartPole-v1", "auto", in_process=False) == "gymnasium"
     closed = mock.Mock()
-    module.wrap = lambda env: mock.Mock(wraps=env, close=closed, observation_space=env.observation_space)
-    assert module.changes_envs() and closed.call_count == 1  # what was tried is not left open
+    module = copy("ppo", ("    env = wrap(gym.make", "    env = my_wrap(gym.make"))
+    module.my_wrap = lambda env: mock.Mock(wraps=env, close=closed, observation_space=env.observation_space)
+    assert module.changes_envs("CartPole-v1") and closed.call_count == 1  # what was tried is not left open
     module.choose_backend("tiny_envs:Count-v0", "auto", in_process=False)
     assert closed.call_count == 1  # not tried where EnvPool has no such environment
     for arguments, problem in (
-        (("CartPole-v1", "envpool"), "--env-backend envpool has no use for `wrap` and `make_env`"),
-        (("Pong-v5", "auto"), "no environment Pong-v5 in gymnasium"),
+        (("CartPole-v1", "envpool"), "EnvPool's CartPole-v1 has no use for `wrap` and `make_env`"),
+        (("Pong-v5", "auto"), "EnvPool's Pong-v5 has no use for `wrap` and `make_env`"),
     ):
         with pytest.raises(SystemExit) as end:
             module.choose_backend(*arguments, in_process=False)

@@ -40,6 +40,14 @@ def make():
         envs.close()
 
 
+@pytest.mark.parametrize("setting", ["episodic_life", "reward_clip"])
+def test_settings_that_hide_the_score_of_a_game_are_refused(make, setting, capfd):
+    """Returns in the log would be those of lives, or clipped."""
+    with pytest.raises(SystemExit) as end:
+        make("Breakout-v5", 1, env_kwargs=f'{{"{setting}": true}}')
+    assert end.value.code == 2 and f"--env-kwargs {setting}: returns in the log" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("num_envs", "backend"), [(1, {}), (3, IN_PROCESS), (2, WORKERS)], ids=["alone", "in process", "workers"]
 )

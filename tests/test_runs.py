@@ -651,6 +651,47 @@ def test_run_of_another_process_is_not_resumed(resume_refused, small_run, tmp_pa
     command("ppo", "--resume", str(folder), *longer, "--device", "cpu")
 
 
+def test_runs_that_start_at_the_same_time_have_folders_of_their_own(monkeypatch, tmp_path):
+    """By default the second one waits for the next second."""
+    seconds = iter([1.5, 1.7, 1.9, 2.1])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.time", lambda: next(seconds))
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    found = [load("ppo").new_folder("A/B-v0__ppo__1") for _ in range(2)]
+    assert [str(folder) for folder in found] == ["runs/A_B-v0__ppo__1__1", "runs/A_B-v0__ppo__1__2"]
+
+
+def test_of_two_runs_that_begin_in_one_folder_at_once_one_fails(monkeypatch, tmp_path, capsys):
+    """The folder is empty for both; the log of the first one stays as it is."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text("the other's\n")
+    with monkeypatch.context() as at_once, pytest.raises(SystemExit) as end:
+        at_once.setattr(Path, "iterdir", lambda _: iter(()))
+        command("ppo", *helpers.flags("ppo"), "--run-dir", str(tmp_path / "run"))
+    assert end.value.code == 2 and "metrics.jsonl" in capsys.readouterr().err
+    assert contents(tmp_path / "run") == {"metrics.jsonl": b"the other's\n"}
+
+
+def test_of_two_processes_that_resume_a_run_at_once_one_fails(small_run, monkeypatch, tmp_path, capsys):
+    """The one that finds the new log locked, though it was the first to lock the old one."""
+    folder, answers = shutil.copytree(small_run("ppo").run_dir, tmp_path / "run"), iter([True, False])
+    monkeypatch.setattr(load("ppo"), "lock", lambda _: next(answers))
+    with pytest.raises(SystemExit) as end:
+        command("ppo", "--resume", str(folder), "--total-timesteps", "4096", "--device", "cpu")
+    assert end.value.code == 2 and "another process is training" in capsys.readouterr().err
+
+
+def test_flags_of_another_program_are_not_taken_for_those_of_a_resumed_run(train, monkeypatch):
+    """Such as one that trains scripts, and has a --seed of its own."""
+    folder, script = train("ppo", seed=5).run_dir, load("ppo")
+    monkeypatch.setattr("sys.argv", ["my_sweep.py", "--seed", "3"])
+    assert script.load_checkpoint(script.Args(resume=str(folder)))[0].seed == 5
+    monkeypatch.setattr("sys.argv", ["ppo.py", "--seed", "1"])
+    with pytest.raises(SystemExit) as end:
+        script.load_checkpoint(script.Args(resume=str(folder)))
+    assert end.value.code == 2
+
+
 def test_a_run_keeps_its_log_from_other_processes(train, monkeypatch):
     """From the start, and when it was resumed; not when it is over."""
     log, found = load("ppo").Run.log, []
