@@ -165,7 +165,7 @@ def test_settings_that_a_resumed_run_changed_count(tmp_path):
     assert runs.read_run(tmp_path / "a").args["learning_rate"] == 1e-3
     resumed[0]["changed"] = {"total_timesteps": 1_000_000}
     make_run(tmp_path / "b" / "a", curve(480), total=500_000, resumed=resumed)
-    (row,) = report.write_report([tmp_path / "b"], tmp_path / "out")["rows"]
+    (row,) = report.write_report([tmp_path / "b"], tmp_path / "out_b")["rows"]
     assert not row["seeds"] and row["left_out"][0]["why"] == "ended after 500,000 of 1,000,000 steps"
 
 
@@ -212,6 +212,29 @@ def test_settings_that_differ_are_noted(tmp_path, name, device, counts):
         make_run(tmp_path / f"{seed}", curve(480), seed=seed, total=500_000, args=args, device=device)
     result = report.write_report([tmp_path], tmp_path / "out")
     assert result["rows"][0]["notes"] == ["the runs of this row differ in their settings"] * counts
+
+
+def test_runs_of_different_settings_get_no_verdict(tmp_path):
+    """Neither beside CleanRL's score nor as one side of a pair, however many there are."""
+    for seed in range(6):
+        make_run(
+            tmp_path / f"e{seed}", curve(489 + seed), seed=seed, total=500_000, args={"gamma": 0.5 if seed else 0.99}
+        )
+        make_run(tmp_path / f"c{seed}", curve(489 + seed), seed=seed, total=500_000, **COMPILE)
+    result = report.write_report([tmp_path], tmp_path / "out")
+    assert [report.verdict(row) for row in result["rows"]] == ["settings differ within a row", "no difference seen"]
+    text = (tmp_path / "out/report.md").read_text()
+    assert "| settings differ within a row | 1.00x |" in text and text.count("| settings differ within a row |") == 2
+
+
+def test_a_report_of_fewer_runs_does_not_replace_one_of_more(tmp_path, capsys):
+    for seed in (1, 2):
+        make_run(tmp_path / f"{seed}", curve(480), seed=seed, total=500_000)
+    for _ in range(2):
+        report.write_report([tmp_path], tmp_path / "out")
+    before = (tmp_path / "out/report.md").read_text()
+    error = refusal(report.main, report.Options((tmp_path / "1",), tmp_path / "out"), capsys)
+    assert "has 2 runs of ppo on CartPole-v1, yours 1" in error and (tmp_path / "out/report.md").read_text() == before
 
 
 def test_runs_of_different_lengths_are_compared_at_the_shortest(tmp_path):

@@ -72,12 +72,14 @@ def test_a_contestant_that_fails_is_shown_and_the_others_count(tmp_path, capsys)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rounds": 2, "ceilings": False}, "ceilings, which --no-ceilings would lack, and 3 rounds, more than yours"),
+        ({"ceilings": False}, "ceilings, which --no-ceilings would lack"),
+        ({"rounds": 2}, "has 3 rounds, more than yours"),
+        ({"seconds": 5.0}, "has 20 seconds, more than yours"),
         ({"flags": "--gamma -0.9"}, "has flags --gamma 0.9"),
     ],
 )
 def test_less_does_not_replace_more(tmp_path, capsys, change, message):
-    known = {"contestants": {"eager": {}}, "flags": "--gamma 0.9", "rounds": 3, "ceilings": {}}
+    known = {"contestants": {"eager": {}}, "flags": "--gamma 0.9", "rounds": 3, "ceilings": {}, "seconds": 20}
     known |= {"break_even_steps": {}, "provenance": provenance()}
     write_json(tmp_path / "ppo_gamma_0_9.json", known)
     options = throughput.Options(("ppo",), ("eager",), rounds=3, flags="--gamma 0.9", out=tmp_path)

@@ -109,7 +109,7 @@ def test_runs_in_vain_are_not_dropped():
     assert row[:2] == ["x", "2 of 3, 1 failed"] and row[3] == "45.0" and row[5].startswith("2.00 [")
     assert row[6:] == ["-", "-"]
     never = [outcome(9.0, reached=False)] * 2
-    assert time_to_score.cells("x", never, [results]) == ["x", "0 of 2", "9.0 [9.0, 9.0]", "never", "-", "-"]
+    assert time_to_score.cells("x", never, [results]) == ["x", "0 of 2", "≥ 9.0", "never", "-", "-"]
     assert time_to_score.cells("x", [results[-1]], [results])[1] == "1 failed"
 
 
@@ -285,6 +285,15 @@ def test_a_run_that_failed_counts_against_a_record():
     failed = outcome(3.0, reached=False, failed="exit code 1")
     assert speedrun.is_record(record_of([outcome(1.0)] * 9 + [failed]))
     assert not speedrun.is_record(record_of([outcome(1.0)] * 8 + [failed] * 2))
+
+
+def test_a_mean_is_a_bound_where_a_run_did_not_get_there():
+    runs = [{"seconds": 10.0, "reached": True, "steps": 5}, {"seconds": 30.0, "reached": True, "steps": 5}]
+    assert time_to_score.cells("eager", runs, [])[2].startswith("20.0 [")
+    late = [*runs, {"seconds": 50.0, "reached": False, "steps": 9}]
+    assert time_to_score.cells("eager", late, [])[2] == "≥ 30.0"
+    failed = [*runs, {"failed": "exit code 1", "reached": False}]
+    assert time_to_score.cells("eager", failed, [])[2] == "≥ 20.0"
 
 
 def test_the_fastest_record_is_that_of_the_least_time_for_each_success():

@@ -206,9 +206,10 @@ class Target:
 
     If the old result is from another machine or answers another question, the new one must not replace it, and this is
     refused before anything is measured. Of a list, such as the contestants, the new one must have all that the old has.
+    `effort` are numbers, such as of rounds, that must not be less than the old ones.
     """
 
-    def __init__(self, path: Path, **question):
+    def __init__(self, path: Path, effort: dict[str, float] | None = None, **question):
         self.path, self.part = path, path.with_name(path.name + ".part")
         self.is_new, self.is_whole = not path.exists(), False
         self.old = old = {} if self.is_new else load(path, *question)
@@ -222,6 +223,7 @@ class Target:
                 why += [f"has the {name} {', '.join(missing)}, which yours would lack"] if missing else []
             elif known != value:
                 why += [f"has {name} {known}"]
+        why += [f"has {old[x]:g} {x}, more than yours" for x, n in (effort or {}).items() if old.get(x, 0) > n]
         if why:
             fail(f"{path} {', and '.join(why)}: give another --out, or move it away")
 

@@ -13,6 +13,7 @@ import csv
 import glob
 import gzip
 import json
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -41,7 +42,7 @@ the seeds, with its 95 % bootstrap interval. Verdict: whether that interval lies
 standard deviation, if the budget is the same and there are {MIN_SEEDS} seeds or more. Steps/s: median over the second
 half of a run. Minutes and seconds: from the first step on, compiling included, imports and the start of Ray not.
 """.strip()
-SAME, TOO_FEW = "no difference seen", "too few seeds"
+SAME, TOO_FEW, MIXED = "no difference seen", "too few seeds", "settings differ within a row"
 AGREEMENT = {True: SAME, False: "they differ", None: TOO_FEW}
 OWN = ("env_id", "seed", "run_dir", "resume", "exp_name", "tensorboard", "track", "checkpoint_every")  # not settings
 
@@ -103,6 +104,8 @@ def verdict(row: dict) -> str:
         return "no published score"
     if not is_same_budget(row["steps"], published):
         return f"not comparable: {published['total_timesteps']:,} steps"
+    if row.get("mixed"):
+        return MIXED
     if len(row["seeds"]) < MIN_SEEDS:
         return TOO_FEW
     low, high = published["mean"] - published["std"], published["mean"] + published["std"]
@@ -141,6 +144,7 @@ def summarize_group(key: tuple[str, str, str], group: list[runs.Run], reference:
     row["notes"] += [f"these runs are of {len(files)} different files of this name"] * (len(files) > 1)
     if len({settings(run) for run in kept}) > 1:
         row["notes"].append("the runs of this row differ in their settings")
+        row["mixed"] = True
     if not kept:
         return row | {"seeds": []}, []
     scores = np.array([runs.final_return(run) for run in kept])
@@ -180,6 +184,8 @@ def compare(rows: list[dict]) -> list[dict]:
         pair |= {"compiled": compiled["variant"], "difference": compiled_iqm - eager_iqm}
         enough = ends and min(map(len, scores)) >= MIN_SEEDS
         pair |= {"interval": ends, "agree": ends[0] <= 0 <= ends[1] if enough else None}
+        if eager.get("mixed") or compiled.get("mixed"):
+            pair["mixed"] = True
         pair["speed_ratio"] = compiled["steps_per_second"] / eager["steps_per_second"]
         pairs.append(pair)
     return pairs
@@ -308,7 +314,8 @@ def score_cells(row: dict) -> list[str]:
 def pair_cells(pair: dict) -> list[str]:
     """A row of the table of eager against compiled."""
     compared, difference = f"{pair['compiled']} less {pair['eager']}", (pair["difference"], pair["interval"])
-    cells = [pair["script"], pair["env_id"], compared, estimate(*difference, "+,.1f"), AGREEMENT[pair["agree"]]]
+    verdict = MIXED if pair.get("mixed") else AGREEMENT[pair["agree"]]
+    cells = [pair["script"], pair["env_id"], compared, estimate(*difference, "+,.1f"), verdict]
     return [*cells, f"{pair['speed_ratio']:.2f}x"]
 
 
@@ -369,7 +376,7 @@ def markdown(report: dict) -> str:
 def write_report(folders: list[Path], out: Path, until: int | None = None) -> dict:
     """Write the report of all runs in these folders, up to so many steps, into `out`; returns what went into its JSON.
 
-    Exit code 2 if there are no runs, or nothing can be written.
+    Exit code 2 if there are no runs, nothing can be written, or a report there has more runs of a script.
     """
     found = [run.shortened(until) if until else run for run in runs.find_runs(folders)]
     if not found:
@@ -383,6 +390,7 @@ def write_report(folders: list[Path], out: Path, until: int | None = None) -> di
     add_common_scores(rows, panels)
     add_milestones(rows, panels)
     report = {"provenance": provenance(), "rows": rows, "pairs": compare(rows)}
+    refuse_fewer_runs(out / "report.json", rows)
     thinned = {
         key: {variant: [runs.thin(run, LINES) for run in kept] for variant, kept in members.items()}
         for key, members in panels.items()
@@ -395,6 +403,25 @@ def write_report(folders: list[Path], out: Path, until: int | None = None) -> di
     except OSError as error:
         fail(f"can't write to {out}: {error.strerror}")
     return report
+
+
+def refuse_fewer_runs(path: Path, rows: list[dict]) -> None:
+    """End with exit code 2 if a report at `path` has more runs of a script on an environment than these rows."""
+    try:
+        old = json.loads(path.read_text())["rows"]
+    except (OSError, ValueError, KeyError, TypeError):  # no report
+        return
+    known, counts = Counter(), Counter()
+    for found, own in ((known, old), (counts, rows)):
+        for row in own:
+            found[row["script"], row["env_id"]] += len(row["seeds"])
+    more = [
+        f"{n} runs of {' on '.join(key)}, yours {counts.get(key, 0)}"
+        for key, n in known.items()
+        if n > counts.get(key, 0)
+    ]
+    if more:
+        fail(f"{path} has {'; '.join(more)}: give another --out, or move it away")
 
 
 def write_summary(out: Path) -> str:

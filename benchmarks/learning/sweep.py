@@ -131,7 +131,7 @@ def settings_of(options: Options) -> dict:
 
 
 def resumed(options: Options, saved: dict) -> Options:
-    """The options of the resumed sweep; an option given now with another value is refused."""
+    """The options of the resumed sweep; one given now with another value is refused, unless it is the default."""
     defaults = Options()
     if set(saved) != set(PLAN):
         fail(f"{options.out}: its settings are of another version: {', '.join(sorted(set(saved) ^ set(PLAN)))}")

@@ -58,9 +58,10 @@ LOOK = 0.5  # seconds between two reads of a log: the time that counts is the li
 DEFAULT = ("ppo", "dqn")  # algorithms whose tasks are measured if no task is named
 INTRODUCTION = f"""
 Wall time from the start of the process, imports and compiling included, until the mean return of the last
-{runs.LAST_EPISODES} training episodes first reaches a score. A run that never does counts with its whole length.
-"For each that got there": the time of all runs divided by the number of those that got there, which is what somebody
-waits who starts anew whenever a run was in vain. Cold: the compile cache is empty; warm: an earlier run has filled it.
+{runs.LAST_EPISODES} training episodes first reaches a score. A run that never does counts with its whole length. "For
+each that got there": the time of all runs divided by the number of those that got there, which is what somebody waits
+who starts anew whenever a run was in vain. "Times as fast" are ratios of these. "≥": a mean with runs that did not get
+there. Cold: the compile cache is empty; warm: an earlier run has filled it.
 """.strip()
 
 
@@ -225,6 +226,12 @@ def compared(results: list[dict], others: list[dict]) -> str:
     return estimate(float(times_as_fast(strata)), report.interval(strata, times_as_fast), ".2f")
 
 
+def mean_cell(own: dict, form: str) -> str:
+    """The mean seconds of a summary; only a bound, so without an interval, if a run did not get there."""
+    is_bound = own["reached"] < own["runs"] + own["failed"]
+    return "≥ " * is_bound + estimate(own["mean"], None if is_bound else own["interval"], form)
+
+
 def cells(name: str, results: list[dict], others: list[list[dict] | None]) -> list[str]:
     """A row of a table: a contestant's times, and how many times as fast as each of the others it was."""
     own = summarize(results)
@@ -234,7 +241,7 @@ def cells(name: str, results: list[dict], others: list[list[dict] | None]) -> li
     each = f"{own['each']:,.1f}" if own["reached"] else "never"
     steps = f"{own['steps']:,.0f}" if own["steps"] else "-"
     ratios = [compared(results, x) if x and x is not results else "-" for x in others]
-    return [name, there, estimate(own["mean"], own["interval"]), each, steps, *ratios]
+    return [name, there, mean_cell(own, ",.1f"), each, steps, *ratios]
 
 
 def section(result: dict) -> list[str]:

@@ -211,13 +211,13 @@ def write_summary(out: Path) -> str:
 
 def main(options: Options) -> None:
     check_positive(options, "runners", "envs", "steps", "seconds")
-    if not options.nodes or min(options.nodes) < 1:
-        fail("--nodes: name one number of nodes at least, each 1 or more")
+    if options.nodes[:1] != (1,) or min(options.nodes) < 1:
+        fail("--nodes: numbers of nodes, each 1 or more; begin with 1, to which the others are compared")
     if not pool_peers.installed("ray"):
         fail("ray is not installed: pip install -r requirements/requirements-ray.txt")
     make_folder(options.out)
     settings = {name: getattr(options, name) for name in ("script", "runners", "envs", "steps")}
-    target = Target(options.out / "scaling.json", settings=settings)
+    target = Target(options.out / "scaling.json", {"seconds": options.seconds}, settings=settings)
     more = [f"{x['nodes']} nodes" for x in target.old.get("sizes", []) if x["nodes"] not in options.nodes]
     more += ["pools"] * (bool(target.old.get("node")) and not options.pools)
     if more:
@@ -229,7 +229,8 @@ def main(options: Options) -> None:
 
 def measure(options: Options, settings: dict, target: Target) -> None:
     """Measure one node and all sizes; the result so far is written after each size."""
-    result = {"settings": settings, "node": measure_node(options) if options.pools else [], "sizes": []}
+    result = {"settings": settings, "seconds": options.seconds, "sizes": []}
+    result["node"] = measure_node(options) if options.pools else []
     for nodes in options.nodes:
         result["sizes"].append(measure_cluster(options, nodes))
         target.write(result | {"provenance": provenance()}, is_whole=len(result["sizes"]) == len(options.nodes))

@@ -175,13 +175,14 @@ def main(options: Options) -> int:
     counts = {env_id: TASKS[env_id].num_envs for env_id in env_ids}
     total = options.rounds * sum(len(ways_of(env_id, n)) for env_id, own in counts.items() for n in own)
     paths = {env_id: options.out / f"{env_id.rpartition(':')[2]}.json" for env_id in env_ids}
-    targets = {env_id: Target(path, env_id=env_id) for env_id, path in paths.items()}
+    effort = {"rounds": options.rounds, "seconds": options.seconds}
+    targets = {env_id: Target(path, effort, env_id=env_id) for env_id, path in paths.items()}
     load_all(options.out, "env_id", "rows")
     kept = f"the environments that were finished before lie in {options.out}"
     with stoppable(kept), tqdm(total=total, unit="run") as bar:
         for env_id, target in targets.items():
             found = [measure(env_id, num_envs, options, bar) for num_envs in counts[env_id]]
-            own = {"script": TASKS[env_id].script, "env_id": env_id, "rounds": options.rounds, "rows": found}
+            own = {"script": TASKS[env_id].script, "env_id": env_id, **effort, "rows": found}
             is_whole = all(throughput.is_whole(row["contestants"]) for row in found)
             target.write(own | {"provenance": provenance()}, is_whole)
             text = write_summary(options.out)

@@ -91,6 +91,7 @@ def measure(script: str, options: Options, bar: tqdm) -> dict:
     ratios = [throughput.ratio(contestants, *map(str, pair)) for pair in both]
     rungs = [trick.name for trick in tricks]
     result = {"script": script, "env_id": env_id, "rungs": rungs, "deviations": deviations, "ratios": ratios}
+    result |= {"rounds": options.rounds, "seconds": options.seconds}
     return result | {"contestants": contestants, "provenance": provenance()}
 
 
@@ -113,7 +114,11 @@ def section(result: dict) -> list[str]:
     lines = [*table([*header, "weights are apart by"], rows(result)), ""]
     ends = str(len(result["rungs"]) - 1), "0"
     for whole in [x for x in result["ratios"] if (x["of"], x["to"]) == ends][-1:]:
-        lines += [f"From first to last row: {estimate(whole['ratio'], whole['interval'], ',.1f')} times.", ""]
+        rounds = max(len(x["rounds"]) for x in result["contestants"].values())
+        lines += [
+            f"From first to last row: {estimate(whole['ratio'], whole['interval'], ',.1f')} times; {rounds} rounds.",
+            "",
+        ]
     return lines
 
 
@@ -156,7 +161,8 @@ def main(options: Options) -> int:
     scripts = check(options)
     total = options.rounds * sum(len(LADDERS[script]) for script in scripts)
     rungs = {script: [trick.name for trick in LADDERS[script]] for script in scripts}
-    targets = {script: Target(options.out / f"{script}.json", rungs=rungs[script]) for script in scripts}
+    effort = {"rounds": options.rounds, "seconds": options.seconds}
+    targets = {script: Target(options.out / f"{script}.json", effort, rungs=rungs[script]) for script in scripts}
     load_all(options.out, "rungs")
     kept = f"the pairs that were finished before lie in {options.out}"
     with stoppable(kept), tqdm(total=total, unit="run") as bar:

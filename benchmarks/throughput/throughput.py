@@ -83,7 +83,7 @@ class Options:
     # libraries to measure beside them; or cleanrl and leanrl, scripts which get a result of their own
     peers: tuple[Literal["sb3", "sbx", "rllib", "cleanrl", "leanrl"], ...] = ()
     rounds: int = 5  # how often each contestant is started
-    seconds: float = 40.0  # seconds of steady running to measure in each run
+    seconds: float = 40.0  # of steady running to measure in each run; one that ends before has fewer
     window: float = steady.WINDOW  # length of a measuring window in seconds
     whole_steps: int = 0  # environment steps of an additional run timed from process start to end; 0 for none
     ceilings: bool = True  # also measure the environment alone, and where the time of each variant goes
@@ -258,7 +258,12 @@ def measure_script(script: str, options: Options, bar: tqdm) -> dict:
             contestants[name]["whole"] = measure_whole(script, name, options, caches / name)
             bar.update()
         result = {"script": script, "env_id": env_id, "flags": options.flags, "rounds": options.rounds}
-        result |= {"window_seconds": options.window, "contestants": contestants, **compare(contestants)}
+        result |= {
+            "seconds": options.seconds,
+            "window_seconds": options.window,
+            "contestants": contestants,
+            **compare(contestants),
+        }
         result["differences"] = peers.differences(script, names)
         result["peer_versions"] = versions
         if options.ceilings:
@@ -429,13 +434,12 @@ def main(options: Options) -> int:
     kept = f"the scripts that were finished before lie in {options.out}"
     paths = {script: options.out / f"{file_name(script, options)}.json" for script in scripts}
     own = {script: {"contestants": names_of(script, options), "flags": options.flags} for script in scripts}
-    targets = {script: Target(path, **own[script]) for script, path in paths.items()}
+    effort = {"rounds": options.rounds, "seconds": options.seconds}
+    targets = {script: Target(path, effort, **own[script]) for script, path in paths.items()}
     for target in targets.values():
         more = ["ceilings, which --no-ceilings would lack"] * ("ceilings" in target.old and not options.ceilings)
         runs = [x for x in target.old.get("contestants", {}).values() if "steps" in x.get("whole", {})]
         more += ["whole runs, which yours would lack without --whole-steps"] * (bool(runs) and not options.whole_steps)
-        rounds = target.old.get("rounds", 0)
-        more += [f"{rounds} rounds, more than yours"] * (rounds > options.rounds)
         if more:
             fail(f"{target.path} has {', and '.join(more)}: give another --out, or move it away")
     with stoppable(kept), tqdm(total=total, unit="run") as bar:
