@@ -120,15 +120,12 @@ def td3(args, _is_jax: bool, _is_image: bool) -> dict:
 
 
 # By peer and algorithm: what differs from the script
-BACKEND = "Gymnasium's environments in the process, where the script takes EnvPool's if it has several, but of CartPole"
 DIFFERENCES = {
     "sb3": {
-        "ppo": BACKEND,
         "sac": "a step of the actor with each step of the critics, where the script takes two after every second one",
     },
     "sbx": {
-        "ppo": "no clipping of the value loss, and an optimizer for each network, with a gradient norm of its own; "
-        + BACKEND,
+        "ppo": "no clipping of the value loss, and an optimizer for each network, with a gradient norm of its own",
         "sac": "a step of the actor with each step of the critics, where the script takes two after every second one; "
         "the temperature learns at the actor's rate",
     },
