@@ -539,7 +539,7 @@ def test_resumed_run_keeps_its_settings(resume_refused, train, monkeypatch, name
     """A setting that is given counts, also if it is the default."""
     folder = train(name, seed=7).run_dir
     assert "--seed" in resume_refused(name, folder, "--seed", "8")
-    monkeypatch.setattr("sys.argv", [name, "--resume", str(folder), "--seed", "1"])
+    monkeypatch.setattr("sys.argv", [f"{name}.py", "--resume", str(folder), "--seed", "1"])
     assert "--seed" in resume_refused(name, folder, "--seed", "1")
     assert "--total-timesteps" in resume_refused(name, folder, "--total-timesteps", "64")
 
