@@ -1,6 +1,6 @@
 """A first run, inspecting a run or a pair, and the tables of the README.
 
-- `demo`: the command: two minutes of training, with a learning curve at the end.
+- `demo`: the command: some minutes of training, with a learning curve at the end.
 - `evaluate`: the command: plays a run's deterministic policy; `follow` does so while it trains; `play` implements both.
 - `diff`: the command: how the two scripts of a pair differ, hunk by hunk, each with its reason.
 - `readme`: the command: remakes all tables and figures from the committed results.
