@@ -118,8 +118,8 @@ def write_summary(out: Path) -> str:
     results = load(out)
     lines = ["# Speedrun board", "", INTRODUCTION, "", *board(results)]
     for result in sorted(results, key=place):
-        lines += [f"`{result['script']}` on {result['env_id']} to {result['score']:,g}, record {result['name']}:"]
-        lines += [f"measured {describe(result['provenance'])}", ""]
+        what = f"`{result['script']}` on {result['env_id']} to {result['score']:,g}, record {result['name']}"
+        lines += [f"{what}, {machine_of(result['provenance'])}:", f"measured {describe(result['provenance'])}", ""]
     text = "\n".join(lines)
     if results:
         (out / "speedrun.md").write_text(text)

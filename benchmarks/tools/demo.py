@@ -1,4 +1,4 @@
-"""Train PPO on HalfCheetah for two to six minutes, compiled, and draw its learning curve: ./run.sh demo [FLAGS].
+"""Train PPO on HalfCheetah for one to six minutes, compiled, and draw its learning curve: ./run.sh demo [FLAGS].
 
 FLAGS go to scripts/ppo_continuous_action_torchcompile.py; `--help` lists them. They come last, so they override.
 """
@@ -17,7 +17,7 @@ from benchmarks.common import plots, runs
 from benchmarks.common.programs import SCRIPTS, missing_for_compile
 
 SCRIPT = SCRIPTS / "ppo_continuous_action_torchcompile.py"
-UNCOMPILED_STEPS = "300_000"  # about as long without torch.compile as the script's default takes with it
+UNCOMPILED_STEPS = "300_000"  # so that it takes no longer without torch.compile
 
 
 def flag_value(flags: list[str], name: str) -> str | None:

@@ -196,12 +196,18 @@ def speed_section() -> list[str]:
 
 
 def peer_differences(results: list[dict]) -> list[str]:
-    """A list of what is not alike in peers, each with the scripts beside which it was so."""
-    found = {}
+    """A list of what is not alike in peers, each with the scripts beside which it was so, and when if that changed."""
+    found, texts = {}, {}
     for result in results:
         for peer, text in throughput.all_differences(result).items():
-            found.setdefault((throughput.PEER_NAMES[peer], text), {})[f"`{result['script']}`"] = None
-    return [f"- {peer} beside {', '.join(sorted(scripts))}: {text}." for (peer, text), scripts in sorted(found.items())]
+            name, script, day = throughput.PEER_NAMES[peer], f"`{result['script']}`", result["provenance"]["date"][:10]
+            found.setdefault((name, text), {}).setdefault(script, set()).add(day)
+            texts.setdefault((name, script), set()).add(text)
+    lines = []
+    for (peer, text), scripts in sorted(found.items()):
+        days = {x: f" ({', '.join(sorted(own))})" * (len(texts[peer, x]) > 1) for x, own in scripts.items()}
+        lines.append(f"- {peer} beside {', '.join(f'{x}{days[x]}' for x in sorted(scripts))}: {text}.")
+    return lines
 
 
 def score_section() -> list[str]:
