@@ -645,20 +645,22 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     """Fail unless the acting policy, on arrays, and the learning one, on tensors, agree: both (B, O) -> (B, A).
 
     The test changes the module's weights and buffers: with the initial ones, outputs are so small that much passes for
-    equal, and statistics have no effect. It changes tensors and floats that are attributes of your own modules or of
-    their classes, too, as a schedule may do later. It uses small observations and large ones, which `forward` may clip.
+    equal, and statistics have no effect. It changes tensors, arrays and floats that are attributes of your own modules
+    or of their classes, too, as a schedule may do. It uses small observations and large ones, which `forward` may clip.
     """
     rng, generator = np.random.default_rng(1), torch.Generator().manual_seed(1)
     obs = (rng.normal(size=(64, obs_dim)) * np.logspace(-1, 2, 64)[:, None]).astype(np.float32)
     parts = [part for part in module.modules() if not type(part).__module__.startswith("torch.")]
     own = [ChainMap(vars(part), *map(vars, type(part).__mro__)) for part in parts]  # what is written goes to the object
     kept = [dict(vars(part)) for part in parts]
-    floats = [(values, name, x) for values in own for name, x in values.items() if type(x) is float]
+    numbers = [(values, name, x) for values in own for name, x in values.items() if isinstance(x, float | np.generic)]
+    numbers += [(values, name, x) for values in own for name, x in values.items() if isinstance(x, np.ndarray)]
     state = [x for values in own for x in values.values() if isinstance(x, Tensor) and x.is_contiguous()]
     state += [*module.parameters(), *module.buffers()]
     first = [x.clone() for x in state]
-    for values, name, x in floats:
-        values[name] = (x + 1) / 2 if abs(x) < 1 else 1.5 * x  # a probability stays one
+    for values, name, x in [part for part in numbers if np.asarray(part[2]).dtype.kind == "f"]:
+        moved = np.where(np.abs(x) < 1, (x + 1) / 2, 1.5 * x)  # a probability stays one
+        values[name] = moved.astype(x.dtype) if isinstance(x, np.ndarray) else type(x)(moved)
     for x in [x for x in state if x.is_floating_point()]:  # weights of either sign; buffers may be variances
         draw, inputs = (torch.randn if isinstance(x, nn.Parameter) else torch.rand), math.prod(x.shape[1:])
         x.add_((draw(x.shape, generator=generator) / max(1, inputs) ** 0.5).to(x.device, x.dtype))
@@ -674,8 +676,8 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
             vars(part).update(attributes)
     scale = 1 + np.abs(obs).max(axis=1) + np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)  # of each row
     if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
-        hint = "is not all that `forward` computes, or `forward` is random or looks at a whole batch, as Dropout does"
-        fail(f"the policy that acts differs from the one that learns: `numpy_mlp` {hint}")
+        hint = "`forward` is random or looks at a whole batch, as Dropout does, or actions have another `log_prob`"
+        fail(f"the policy that acts differs from the one that learns: `numpy_mlp` is less than `forward`, or {hint}")
 
 
 def fail(message: str) -> NoReturn:

@@ -104,7 +104,7 @@ class Args:
     gpus_per_learner: float = 0.0  # GPUs per learner, except for this process, which uses --device
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
     runner_restarts: int = 100  # replacements of dead runners allowed in a run; one more death ends it
-    fragment_timeout: float = 300.0  # seconds until a silent runner is replaced; if all are silent, the run ends
+    fragment_timeout: float = 300.0  # seconds until a silent runner is replaced; the run ends if all, or a learner, are
 
     # IMPALA
     fragment_steps: int = 32  # steps of each environment in a fragment
@@ -286,6 +286,7 @@ class Runner:
         else:  # a few vectors are too little work for a GPU, or for PyTorch
             self.obs_type, self.device, self.policy = np.float32, torch.device("cpu"), numpy_mlp(self.agent.actor)
             check_policy(self.policy, lambda obs: self.agent(obs)[0], self.agent, self.envs.obs_dim)
+        check_density(self.agent)
         self.rng, self.statistics, self.clock = np.random.default_rng(seeds), EpisodeStatistics(len(seeds)), Clock()
         self.obs, self.done = self.envs.reset(), np.zeros((1, len(seeds)), dtype=bool)
 
@@ -744,20 +745,22 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     """Fail unless the acting policy, on arrays, and the learning one, on tensors, agree: both (B, O) -> (B, A).
 
     The test changes the module's weights and buffers: with the initial ones, outputs are so small that much passes for
-    equal, and statistics have no effect. It changes tensors and floats that are attributes of your own modules or of
-    their classes, too, as a schedule may do later. It uses small observations and large ones, which `forward` may clip.
+    equal, and statistics have no effect. It changes tensors, arrays and floats that are attributes of your own modules
+    or of their classes, too, as a schedule may do. It uses small observations and large ones, which `forward` may clip.
     """
     rng, generator = np.random.default_rng(1), torch.Generator().manual_seed(1)
     obs = (rng.normal(size=(64, obs_dim)) * np.logspace(-1, 2, 64)[:, None]).astype(np.float32)
     parts = [part for part in module.modules() if not type(part).__module__.startswith("torch.")]
     own = [ChainMap(vars(part), *map(vars, type(part).__mro__)) for part in parts]  # what is written goes to the object
     kept = [dict(vars(part)) for part in parts]
-    floats = [(values, name, x) for values in own for name, x in values.items() if type(x) is float]
+    numbers = [(values, name, x) for values in own for name, x in values.items() if isinstance(x, float | np.generic)]
+    numbers += [(values, name, x) for values in own for name, x in values.items() if isinstance(x, np.ndarray)]
     state = [x for values in own for x in values.values() if isinstance(x, Tensor) and x.is_contiguous()]
     state += [*module.parameters(), *module.buffers()]
     first = [x.clone() for x in state]
-    for values, name, x in floats:
-        values[name] = (x + 1) / 2 if abs(x) < 1 else 1.5 * x  # a probability stays one
+    for values, name, x in [part for part in numbers if np.asarray(part[2]).dtype.kind == "f"]:
+        moved = np.where(np.abs(x) < 1, (x + 1) / 2, 1.5 * x)  # a probability stays one
+        values[name] = moved.astype(x.dtype) if isinstance(x, np.ndarray) else type(x)(moved)
     for x in [x for x in state if x.is_floating_point()]:  # weights of either sign; buffers may be variances
         draw, inputs = (torch.randn if isinstance(x, nn.Parameter) else torch.rand), math.prod(x.shape[1:])
         x.add_((draw(x.shape, generator=generator) / max(1, inputs) ** 0.5).to(x.device, x.dtype))
@@ -773,8 +776,25 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
             vars(part).update(attributes)
     scale = 1 + np.abs(obs).max(axis=1) + np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)  # of each row
     if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
-        hint = "is not all that `forward` computes, or `forward` is random or looks at a whole batch, as Dropout does"
-        fail(f"the policy that acts differs from the one that learns: `numpy_mlp` {hint}")
+        hint = "`forward` is random or looks at a whole batch, as Dropout does, or actions have another `log_prob`"
+        fail(f"the policy that acts differs from the one that learns: `numpy_mlp` is less than `forward`, or {hint}")
+
+
+def check_density(agent: nn.Module) -> None:
+    """Fail unless `log_prob` is the density of the actions that are drawn: the actor's output (B, A) plus `noise`."""
+    device = next(agent.parameters()).device
+
+    def drawn(output: np.ndarray) -> Tensor:
+        output = torch.from_numpy(output).to(device)
+        if agent.is_discrete:
+            return output.log_softmax(1)[:, 0].cpu()
+        return normal_log_prob(torch.zeros_like(output), output, agent.log_std).cpu()
+
+    def learnt(output: Tensor) -> Tensor:
+        output = output.to(device)
+        return agent.log_prob(output, torch.zeros_like(output[:, 0] if agent.is_discrete else output)).cpu()
+
+    check_policy(drawn, learnt, agent, agent.outputs)
 
 
 def fail(message: str) -> NoReturn:
@@ -1108,12 +1128,14 @@ def named_globals(parts: list) -> list[str]:
 
 
 def numbers_of(module: nn.Module) -> list[tuple[str, nn.Module, str, str]]:
-    """Numbers and tensors that are attributes of your own modules or their classes: (name, module, key, as text)."""
-    found, kinds = {}, (bool, int, float, Tensor)
+    """Numbers, their lists, arrays and tensors, as attributes of your modules or classes: (name, module, key, text)."""
+    found, kinds = {}, (bool, int, float, np.generic)
     for name, part in module.named_modules():
         own = [x for x in type(part).__mro__ if not x.__module__.startswith(("torch.", "builtins"))]
         for values in (*map(vars, own), vars(part) if own else {}):
-            keys = [key for key, x in values.items() if isinstance(x, kinds)]
+            keys = [key for key, x in values.items() if isinstance(x, (*kinds, Tensor, np.ndarray))]
+            lists = [key for key, x in values.items() if isinstance(x, list | tuple) and x]
+            keys += [key for key in lists if isinstance(values[key][0], kinds)]
             found |= {f"{name}.{key}".lstrip("."): (part, key, repr(getattr(part, key))) for key in keys}
     return [(name, *where) for name, where in found.items()]
 
@@ -1259,6 +1281,14 @@ class OneRunner(Runners):
         return tuple(zip(*found, strict=True))
 
 
+def places(machine: dict[str, float], kind: str, need: float) -> float:
+    """How many processes a machine has CPUs or GPUs for. A part of a GPU is a part of one of them."""
+    if need == 0:
+        return math.inf
+    has = machine.get(kind, 0)
+    return int(has) * int(1 / need + 1e-9) if kind == "GPU" and need < 1 else int(has / need + 1e-9)
+
+
 def start_ray(args: Args):
     """Join the cluster of --ray-address, or start Ray on this machine -> its module; SystemExit(2) where that fails."""
     # No usage report to Ray, no GPUs hidden from processes that reserve none, no traceback per call to a dead runner
@@ -1289,6 +1319,12 @@ def start_ray(args: Args):
     for name, need in needs.items():
         if need > has.get(name, 0):
             fail(f"the processes of this run need {need:g} {name}s, the cluster has {has.get(name, 0):g}")
+    machines = [machine["Resources"] for machine in ray.nodes() if machine["Alive"]]
+    for name, number in (("runner", args.num_runners), ("learner", others)):
+        cpus, gpus = (getattr(args, f"{kind}_per_{name}") for kind in ("cpus", "gpus"))
+        if number > (room := sum(min(places(x, "CPU", cpus), places(x, "GPU", gpus)) for x in machines)):
+            what = f"{number} {name}s, each of {cpus:g} CPUs and {gpus:g} GPUs of one machine"
+            fail(f"{what}: the cluster's machines have room for {room:g}")
     if __name__ != "__main__":
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # all processes run this source
     return ray
@@ -1325,6 +1361,7 @@ class RemoteRunner:
 
     def __init__(self, args: Args, seeds: list[int], spec: gym.envs.registration.EnvSpec | None):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the learner's
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # dies, and is replaced; Ray's handler raises SystemExit
         torch.set_num_threads(max(1, int(args.cpus_per_runner)))
         if spec is not None:
             gym.registry.setdefault(spec.id, spec)  # as the learner's file may have registered it
@@ -1392,6 +1429,7 @@ class RayRunners(Runners):
         while len(self.alive) < wanted and not (self.alive and time.monotonic() > self.deadline - 1):
             for reference in self.ready():
                 self.hear(reference)
+        self.queue.clear()
         if len(self.alive) < wanted:
             late = f"{len(self.alive)} of {wanted} runners have started"
             print(f"note: {late} within {args.fragment_timeout:g} s; they go on without the others", file=sys.stderr)
@@ -1442,7 +1480,7 @@ class RayRunners(Runners):
         """Calls of runners that have finished, oldest request first; waits half a second at most."""
         references, now = list(self.in_flight), time.monotonic()
         ready, waiting = self.ray.wait(references, num_returns=len(references), timeout=0)
-        self.queue.append(len(ready))
+        self.queue.append(len(ready))  # `collect` keeps the first of these
         owing = {self.in_flight[x][0] for x in waiting if self.in_flight[x][1] is not None}
         owing -= {self.in_flight[x][0] for x in ready}
         for index in owing:
@@ -1487,17 +1525,19 @@ class RayRunners(Runners):
         """Reports and fragments: first those of this learner's batch, then references to those of other learners."""
         self.clock.lap("learning")
         self.deadline = time.monotonic() + self.args.fragment_timeout  # an update may have taken longer
-        found = [None] * (batch_fragments * num_learners)
+        found, polls = [None] * (batch_fragments * num_learners), len(self.queue)
         while None in found:
             self.run.stop_if_asked()
             for reference in self.ready()[: found.count(None)]:
                 self.hear(reference, found, batch_fragments)
             asked = sum(fragment is not None for _, fragment in self.in_flight.values())
             idle = sorted(self.alive - {index for index, _ in self.in_flight.values()})
+            idle.sort(key=lambda index: not self.most_stale and found[index] is not None)  # first who owes its own
             for index in idle[: max(0, found.count(None) - asked)]:
                 self.ask(index, 1)  # instead of one that has died
         for report, _ in found:
             self.note(report)
+        del self.queue[polls + 1 :]
         self.clock.lap("learner_waiting")
         return tuple(zip(*found, strict=True))
 
@@ -1597,6 +1637,8 @@ class OtherLearners:
         if not self.actors:
             return
         self.check(timeout=self.args.fragment_timeout)
+        if self.results:
+            self.runners.stop(f"{len(self.results)} learners have not started in {self.args.fragment_timeout:g} s")
         host = self.runners.ray.util.get_node_ip_address()
         store = torch.distributed.TCPStore(host, 0, self.args.num_learners, is_master=True, wait_for_workers=False)
         states = [{name: x.cpu() for name, x in part.state_dict().items()} for part in parts]

@@ -976,10 +976,10 @@ class Sharpened(nn.Module):
         self.actor, self.sharpness = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.0), nn.Linear(8, 2)), sharpness
 
     def forward(self, obs):
-        return self.sharpness * self.actor(obs)
+        return torch.as_tensor(self.sharpness) * self.actor(obs)
 
 
-@pytest.mark.parametrize("sharpness", [1.0, torch.tensor(1.0)])
+@pytest.mark.parametrize("sharpness", [1.0, np.float32(1), np.ones(2, dtype=np.float32), torch.tensor(1.0)])
 def test_a_policy_that_a_schedule_will_change_is_refused(sharpness, capsys):
     """If only learning would see it; where acting does, too, it is fine, and nothing is changed by the check."""
     net, plumbing = Sharpened(sharpness), defining("check_policy")
@@ -989,7 +989,7 @@ def test_a_policy_that_a_schedule_will_change_is_refused(sharpness, capsys):
     net.unused = torch.zeros(1).expand(3)  # which nothing can change in place
     acting = torch.no_grad()(lambda obs: net(torch.from_numpy(obs)).numpy())
     plumbing.check_policy(acting, torch.no_grad()(net), net, 3)
-    assert net.sharpness == 1
+    assert np.all(np.asarray(net.sharpness) == 1) and type(net.sharpness) is type(sharpness)
 
 
 class Within(nn.Module):
@@ -1085,13 +1085,14 @@ def test_buffers_that_no_runner_would_get_are_refused(capsys):
 
 
 class Scaled(nn.Linear):
-    """A layer with a number and a tensor, neither weights nor buffers."""
+    """A layer with numbers, arrays and tensors that are neither weights nor buffers."""
 
     power = 1.0
 
     def __init__(self):
         super().__init__(3, 3)
         self.scale, self.shift, self.name = 1.0, torch.zeros(3), "first"
+        self.offset, self.gains, self.own, self.log = np.zeros(3, dtype=np.float32), [1.0, 2.0], [self.weight], []
 
     def forward(self, x):
         return self.power * self.scale * super().forward(x) + self.shift
@@ -1144,13 +1145,23 @@ def test_a_schedule_of_the_network_reaches_the_copy_that_acts(copy, train_copy):
         assert max(line["losses/approx_kl"] for line in train_copy(module, "ppo_atari_envpool", **settings)) > 1e-4
 
 
-@pytest.mark.parametrize("change", ["net[0].scale = 2.0", "net[0].shift.fill_(1.0)", "Scaled.power = 2.0"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "net[0].scale = 2.0",
+        "net[0].shift.fill_(1.0)",
+        "Scaled.power = 2.0",
+        "net[0].offset += 1",
+        "net[0].gains[1] = 1.0",
+    ],
+)
 def test_a_number_of_the_network_that_no_runner_gets_is_refused_when_it_changes(monkeypatch, capsys, change):
     monkeypatch.setattr(Scaled, "power", 1.0)
     script, net = defining("get_weights"), nn.Sequential(Scaled(), nn.Tanh())
     weights = script.get_weights(net)
     with torch.no_grad():
         net[0].weight.add_(1.0)
+    net[0].log.append(1.0)
     assert (script.get_weights(net) != weights).any()
     exec(change)
     with pytest.raises(SystemExit) as end:

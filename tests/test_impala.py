@@ -464,7 +464,7 @@ def test_cluster_files_are_what_ray_and_bash_take():
 # Faults
 
 
-@pytest.mark.parametrize("fault", ["raise", "kill", "hang"])
+@pytest.mark.parametrize("fault", ["raise", "SIGKILL", "SIGTERM", "hang"])
 @on_ray
 def test_a_fault_is_named_counted_and_survived(train, tmp_path, capfd, fault):
     path, log, planted = tmp_path / "fault", SCRIPT.Run.log, []
@@ -485,8 +485,8 @@ def test_a_fault_is_named_counted_and_survived(train, tmp_path, capfd, fault):
         run = train(**{"total_timesteps": 6000} | settings)
     assert run.lines[-1]["runners/restarts"] == 1 and run.lines[-1]["global_step"] >= 6000
     error = capfd.readouterr().err
-    expected = {"raise": "ValueError: the simulator is out of order", "kill": "ActorDiedError"}
-    expected |= {"hang": "TimeoutError: no fragment for 6 s"}
+    expected = {"raise": "ValueError: the simulator is out of order", "SIGKILL": "ActorDiedError"}
+    expected |= {"SIGTERM": "ActorDiedError", "hang": "TimeoutError: no fragment for 6 s"}
     (line,) = [line for line in error.splitlines() if line.startswith("runner ")]
     assert expected[fault] in line and line.endswith("; restart 1")
 
@@ -534,6 +534,8 @@ def test_what_the_cluster_has_not_is_refused(capfd):
     assert "need 5 CPUs, the cluster has 4" in refused(capfd, cpus_per_runner=5)
     learners = {"num_learners": 3, "cpus_per_learner": 2.5}  # the first of them is this process
     assert "need 6 CPUs, the cluster has 4" in refused(capfd, **learners)
+    too_large = "1 runners, each of 3 CPUs and 0 GPUs of one machine: the cluster's machines have room for 0"
+    assert too_large in refused(capfd, num_runners=1, cpus_per_runner=3)
     assert time.monotonic() - start < 10
 
 

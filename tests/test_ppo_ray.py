@@ -527,7 +527,7 @@ def plant(path, word: str):
 def test_the_others_fill_the_batch_of_a_runner_that_died(train, tmp_path):
     """Batched, so all are waited for, but not for the dead."""
     settings = {"env_id": "Fragile-v0", "env_kwargs": f'{{"path": "{tmp_path / "fault"}"}}', "num_runners": 2}
-    with plant(tmp_path / "fault", "kill"):
+    with plant(tmp_path / "fault", "SIGKILL"):
         run = train(**settings, total_timesteps=6400)
     last = run.lines[-1]
     assert last["runners/restarts"] == 1 and last["runners/alive"] == 2 and len(run.lines) == 100

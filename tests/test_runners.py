@@ -89,6 +89,68 @@ def test_each_runner_is_asked_for_no_more_than_it_may_owe(name):
     assert runners.restarts > 10
 
 
+@pytest.mark.parametrize("name", ["a3c_ray", "ppo_ray"])
+def test_who_owes_its_own_fragment_is_asked_before_who_has_brought_it(name):
+    """A runner that took another's place brings what is too old. It is idle then, as is the one that was in time."""
+    script = load(name)
+    runners = object.__new__(script.RayRunners)
+    runners.args, runners.run, runners.clock, runners.queue = script.Args(num_runners=2), mock.Mock(), mock.Mock(), [7]
+    runners.most_stale, runners.alive, runners.in_flight, asked = (
+        0,
+        {0, 1},
+        {"its own": (0, "x"), "too old": (1, "y")},
+        [],
+    )
+    runners.ready = lambda: runners.queue.append(len(runners.in_flight)) or list(runners.in_flight)
+
+    def hear(reference, found, _num_ours):
+        index, _ = runners.in_flight.pop(reference)
+        found[index] = None if reference == "too old" else ({}, reference)
+
+    def ask(index, _count):
+        asked.append(index)
+        runners.in_flight[f"asked of {index}"] = index, "z"
+
+    runners.hear, runners.ask, runners.note = hear, ask, mock.Mock()
+    runners.collect(2, 1)
+    assert asked == [1] and runners.queue == [7, 2]  # what was ready at first, not at each later look
+
+
+@pytest.mark.parametrize("name", RAY)
+@pytest.mark.parametrize(
+    ("kind", "need", "expected"),
+    [
+        ("CPU", 0, np.inf),
+        ("CPU", 0.1, 30),
+        ("CPU", 2, 1),
+        ("CPU", 4, 0),
+        ("GPU", 0.6, 2),
+        ("GPU", 0.5, 4),
+        ("GPU", 2, 1),
+    ],
+)
+def test_how_many_processes_a_machine_has_room_for(name, kind, need, expected):
+    """A part of a GPU is a part of one: of two GPUs, 0.6 have room for two processes, not for three."""
+    assert load(name).places({"CPU": 3.0, "GPU": 2.0}, kind, need) == expected
+
+
+@pytest.mark.parametrize("name", ACTOR_CRITICS)
+def test_a_density_that_actions_are_not_drawn_from_is_refused(name, capsys):
+    """A temperature in the log-probability alone, and a bound of the standard deviation alone; of frames, too."""
+    script, frames = load(name), gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    vector, box = gym.spaces.Box(-1, 1, (3,), np.float32), gym.spaces.Box(-1, 1, (2,), np.float32)
+    for spaces in ((vector, gym.spaces.Discrete(3)), (vector, box), (frames, gym.spaces.Discrete(3))):
+        agent = script.ActorCritic(*spaces)
+        before = deepcopy(agent.state_dict())
+        script.check_density(agent)
+        assert all(torch.equal(x, before[name]) for name, x in agent.state_dict().items())
+        log_prob, change = agent.log_prob, (lambda x: x / 5) if agent.is_discrete else (lambda x: x + 0.5)
+        agent.log_prob = lambda output, action, log_prob=log_prob, change=change: log_prob(change(output), action)
+        with pytest.raises(SystemExit) as end:
+            script.check_density(agent)
+        assert end.value.code == 2 and "actions have another `log_prob`" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", RAY)
 def test_a_run_ends_once_its_restarts_are_used_up(name, capsys):
     """However many fragments came between the deaths."""

@@ -192,8 +192,9 @@ class Fragile(Tiny):
             self.path.rename(self.path.with_suffix(".taken"))
             if word == "raise":
                 raise ValueError("the simulator\nis out of order")
-            if word == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
+            if word in ("SIGKILL", "SIGTERM"):
+                os.kill(os.getpid(), getattr(signal, word))
+                time.sleep(0.1)
             if word == "hang":
                 time.sleep(600)
             self.seconds *= 10
