@@ -11,11 +11,12 @@ With --note stale results are listed in benchmarks/results/stale.json, from whic
 tables. A test fails if a stale result is not listed there, or a fresh one is: measure again, or note and mark it.
 
 Measures: nothing.
-Takes: seconds.
+Takes: half a minute.
 Leaves: nothing; with --note that file.
 """
 
 import ast
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,14 +45,23 @@ class Source:
 WORDS = "DIFFERENCES", "differences", "TALK"  # names that are only printed and affect no measurement
 
 
+@cache
 def code(text: str) -> str:
-    """What a file does: its syntax tree without docstrings, and without `WORDS`."""
+    """What a file does, as a digest: of its syntax tree without docstrings, and without `WORDS`."""
     tree = ast.parse(text)
     tree.body = [node for node in tree.body if not (set(WORDS) & names_of(node))]
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             node.body = node.body[1:]
-    return ast.dump(tree)
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """A tree and all statements in it: a hundredth of its nodes."""
+    yield node
+    for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for inner in getattr(node, part, []):
+            yield from statements(inner)
 
 
 def names_of(node: ast.stmt) -> set[str]:
@@ -74,12 +84,18 @@ def code_at(file: str, commit: str) -> str:
 
 
 @cache
+def trailers(commit: str) -> list[list[str]]:
+    """The words of a commit's lines `Results-stay`, `Results-stay-of` and `Results-stay-in`."""
+    keys = "Results-stay", "Results-stay-of", "Results-stay-in"
+    formats = [f"%(trailers:key={key},valueonly)" for key in keys]
+    return [text.split() for text in git("log", "-1", f"--format={'%x00'.join(formats)}", commit).split("\0")]
+
+
+@cache
 def keeps_results(commit: str, pair: str, file: str) -> bool:
     """Whether a commit declares that earlier results, or those of a pair, in a folder or in a file, stay valid."""
-    keys = "Results-stay", "Results-stay-of", "Results-stay-in"
-    of_all, of_pairs, in_paths = (git("log", "-1", f"--format=%(trailers:key={key},valueonly)", commit) for key in keys)
-    places = {file, *map(str, Path(file).parents)}
-    return bool(of_all) or pair in of_pairs.split() or not places.isdisjoint(in_paths.split())
+    of_all, of_pairs, in_paths = trailers(commit)
+    return bool(of_all) or pair in of_pairs or not {file, *map(str, Path(file).parents)}.isdisjoint(in_paths)
 
 
 @cache
@@ -88,14 +104,16 @@ def has_changed(file: str, commit: str, pair: str, result: str) -> bool:
 
     The result is one of a pair, in a file of the results.
     """
-    then, now = code_at(file, commit), code((ROOT / file).read_text()) if (ROOT / file).exists() else None
-    if not then or then == now:
-        return not then
-    for later in (git("log", "--reverse", "--format=%H", f"{commit}..HEAD", "--", file) or "").split():
-        if code_at(file, later) != then and not keeps_results(later, pair, result):
-            return True
-        then = code_at(file, later)
-    return then != now
+    if not git("ls-tree", commit, "--", file):
+        return True
+    now = code((ROOT / file).read_text()) if (ROOT / file).exists() else None
+    before = commit
+    for after in (git("log", "--reverse", "--format=%H", f"{commit}..HEAD", "--", file) or "").split():
+        # What a commit did is asked last, as this takes a tenth of a second
+        if not keeps_results(after, pair, result) and code_at(file, before) != code_at(file, after):
+            return code_at(file, commit) != now
+        before = after
+    return code_at(file, before) != now != code_at(file, commit)
 
 
 def reasons(source: Source) -> list[str]:
