@@ -379,7 +379,7 @@ def train(args: Args) -> Path:
                 merge(norm, *seen)
 
         # Learn. The first fragments are this learner's
-        learners.update(optimizer.learning_rate, fragments[share:])
+        learners.update(optimizer, fragments[share:])
         losses = learn(fragments[:share])
         run.num_updates = iteration + 1
 
@@ -1567,9 +1567,13 @@ class RemoteLearner:
         for part, state in zip((self.agent, self.optimizer), states, strict=True):
             part.load_state_dict(state)
 
-    def learn(self, learning_rate: float, share: list) -> None:
+    def learn(self, numbers: dict, share: list) -> None:
         """Learn from fragments, given as references to them: one may be lost with the machine of its runner."""
-        self.optimizer.learning_rate.fill_(learning_rate)
+        for name, x in numbers.items():
+            if isinstance(x, Tensor):  # compiled code knows it by its place
+                getattr(self.optimizer, name).copy_(x)
+            else:
+                setattr(self.optimizer, name, x)
         try:
             heard(self.learn_from, importlib.import_module("ray").get(list(share)))
         except Exception:
@@ -1622,13 +1626,18 @@ class OtherLearners:
         self.results = [actor.join.remote(*message) for actor in self.actors]
         self.together(join_learners, self.args, 0, device, store)
 
-    def update(self, learning_rate: Tensor, fragments: list) -> None:
-        """Send each its share of the fragments; all then update together with this learner."""
+    def update(self, optimizer: nn.Module, fragments: list) -> None:
+        """Send each its share of the fragments; all then update together with this learner.
+
+        They get the learning rate, too, and all numbers and tensors that are attributes of the optimizer.
+        """
         self.check(timeout=0)
         size = len(fragments) // max(1, len(self.actors))
         shares = [fragments[i * size : (i + 1) * size] for i in range(len(self.actors))]
-        rate = float(learning_rate) if self.actors else None
-        self.results += [x.learn.remote(rate, share) for x, share in zip(self.actors, shares, strict=True)]
+        found = vars(optimizer) | {"learning_rate": optimizer.learning_rate}
+        numbers = {name: x for name, x in found.items() if isinstance(x, int | float | Tensor)} if self.actors else {}
+        numbers |= {name: x.cpu() for name, x in numbers.items() if isinstance(x, Tensor)}
+        self.results += [x.learn.remote(numbers, share) for x, share in zip(self.actors, shares, strict=True)]
 
     def check(self, timeout: float) -> None:
         """End the run, if one of them has failed."""

@@ -383,7 +383,7 @@ def test_two_learners_are_one_with_twice_the_batch():
             for _ in range(2):
                 pair = batches[i : i + 2]
                 shared = [runners.ray.put(x) for x in pair[args.batch_fragments :]]
-                learners.update(optimizer.learning_rate, shared)
+                learners.update(optimizer, shared)
                 learn(pair[: args.batch_fragments])
         agents.append(script.get_weights(agent))
         for actor in learners.actors:

@@ -502,7 +502,7 @@ def test_two_learners_are_one_with_the_same_minibatches():
             with mock.patch.object(script, "draw_permutations", draw_for_both if count == 1 else draw):
                 for batch in batches:
                     shared = [ray_runners.ray.put(x) for x in batch[2 // count :]]
-                    learners.update(optimizer.learning_rate, shared)
+                    learners.update(optimizer, shared)
                     learn(batch[: 2 // count])
             agents.append(script.get_weights(agent))
             others = [x.__ray_call__.remote(lambda self: get_weights(self.agent)) for x in learners.actors]

@@ -328,20 +328,24 @@ def test_entropy_is_that_of_torch(name):
 
 
 @pytest.mark.parametrize("name", ["impala_ray", "ppo_ray"])
-def test_other_learners_get_the_learning_rate_and_fragments_of_their_own(name):
-    script, seen = load(name), []
-    learners = object.__new__(script.OtherLearners)
+def test_other_learners_get_what_the_loop_changes_and_fragments_of_their_own(name):
+    """The learning rate, and numbers that a copy of the script keeps beside it: tensors are filled, in their place."""
+    script, seen, net = load(name), [], torch.nn.Linear(1, 1)
+    learners, optimizer = object.__new__(script.OtherLearners), script.Adam(net, 0.5)
+    optimizer.ent_coef, optimizer.eps = torch.tensor(0.25), 0.125
     learners.results, learners.actors = [], [mock.Mock() for _ in range(3)]
-    learners.update(torch.tensor(0.5), list("abcdef"))
-    shares = [["a", "b"], ["c", "d"], ["e", "f"]]
-    assert [x.learn.remote.call_args.args for x in learners.actors] == [(0.5, share) for share in shares]
+    learners.update(optimizer, list("abcdef"))
+    messages = [x.learn.remote.call_args.args for x in learners.actors]
+    assert [share for _, share in messages] == [["a", "b"], ["c", "d"], ["e", "f"]]
     learner = object.__new__(script.RemoteLearner)
-    learner.optimizer = SimpleNamespace(learning_rate=torch.tensor(1.0))
+    learner.optimizer = script.Adam(net, 1.0)
+    learner.optimizer.ent_coef = first = torch.tensor(1.0)
     learner.learn_from = lambda fragments: seen.append((float(learner.optimizer.learning_rate), fragments))
     ray = SimpleNamespace(get=lambda references: [x.upper() for x in references])
     with mock.patch.dict(sys.modules, ray=ray):
-        learner.learn(0.5, ["a", "b"])
-    assert seen == [(0.5, ["A", "B"])]
+        learner.learn(*messages[0])
+    assert seen == [(0.5, ["A", "B"])] and float(first) == 0.25 and learner.optimizer.eps == 0.125
+    assert learner.optimizer.ent_coef is first and learner.optimizer.training
 
 
 def test_what_ends_a_call_in_another_process_is_told():
