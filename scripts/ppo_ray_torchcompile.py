@@ -1800,7 +1800,7 @@ class RemoteLearner:
         for name, x in numbers.items():
             if isinstance(x, Tensor):  # compiled code knows it by its place
                 getattr(self.optimizer, name).copy_(x)
-            else:
+            elif x != getattr(self.optimizer, name):
                 setattr(self.optimizer, name, x)
         try:
             heard(self.learn_from, importlib.import_module("ray").get(list(share)))
