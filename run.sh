@@ -133,7 +133,7 @@ case $command in
     cd "$root"
     # With FLAGS: the tests that they name, in this order, in one process
     [ $# -eq 0 ] || exec .venv/bin/python -m pytest "$@"
-    echo "the whole suite takes twenty to fifty minutes, by the CPU; one file of it: ./run.sh test tests/test_pairs.py"
+    echo "the whole suite takes 20 to 60 minutes, by the CPU; one file of it: ./run.sh test tests/test_pairs.py"
     .venv/bin/python -m ruff check
     .venv/bin/python -m ruff format --check
     status=0

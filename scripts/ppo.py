@@ -446,8 +446,8 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     parts = [part for part in module.modules() if not type(part).__module__.startswith("torch.")]
     own = [ChainMap(vars(part), *map(vars, type(part).__mro__)) for part in parts]  # what is written goes to the object
     kept = [dict(vars(part)) for part in parts]
-    numbers = [(values, name, x) for values in own for name, x in values.items() if isinstance(x, float | np.generic)]
-    numbers += [(values, name, x) for values in own for name, x in values.items() if isinstance(x, np.ndarray)]
+    kinds = float | np.generic | np.ndarray
+    numbers = [(values, name, x) for values in own for name, x in values.items() if isinstance(x, kinds)]
     state = [x for values in own for x in values.values() if isinstance(x, Tensor) and x.is_contiguous()]
     state += [*module.parameters(), *module.buffers()]
     first = [x.clone() for x in state]
@@ -470,7 +470,8 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     scale = 1 + np.abs(obs).max(axis=1) + np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)  # of each row
     if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
         hint = "`forward` is random or looks at a whole batch, as Dropout does, or actions have another `log_prob`"
-        fail(f"the policy that acts differs from the one that learns: `numpy_mlp` is less than `forward`, or {hint}")
+        hint = f"`numpy_mlp` leaves out a part of `forward`, or {hint}"
+        fail(f"the policy that acts differs from the one that learns: {hint}")
 
 
 def fail(message: str) -> NoReturn:

@@ -57,7 +57,7 @@ from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Literal, NoReturn
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's products here are small, and cores are scarce
@@ -877,8 +877,8 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     parts = [part for part in module.modules() if not type(part).__module__.startswith("torch.")]
     own = [ChainMap(vars(part), *map(vars, type(part).__mro__)) for part in parts]  # what is written goes to the object
     kept = [dict(vars(part)) for part in parts]
-    numbers = [(values, name, x) for values in own for name, x in values.items() if isinstance(x, float | np.generic)]
-    numbers += [(values, name, x) for values in own for name, x in values.items() if isinstance(x, np.ndarray)]
+    kinds = float | np.generic | np.ndarray
+    numbers = [(values, name, x) for values in own for name, x in values.items() if isinstance(x, kinds)]
     state = [x for values in own for x in values.values() if isinstance(x, Tensor) and x.is_contiguous()]
     state += [*module.parameters(), *module.buffers()]
     first = [x.clone() for x in state]
@@ -901,24 +901,30 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     scale = 1 + np.abs(obs).max(axis=1) + np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)  # of each row
     if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
         hint = "`forward` is random or looks at a whole batch, as Dropout does, or actions have another `log_prob`"
-        fail(f"the policy that acts differs from the one that learns: `numpy_mlp` is less than `forward`, or {hint}")
+        hint = f"`numpy_mlp` leaves out a part of `forward`, or {hint}"
+        fail(f"the policy that acts differs from the one that learns: {hint}")
 
 
 def check_density(agent: nn.Module) -> None:
-    """Fail unless `log_prob` is the density of the actions that are drawn: the actor's output (B, A) plus `noise`."""
+    """Fail unless `log_prob` is the density of the actions that are drawn: the actor's output (B, A) plus `noise`.
+
+    Of noise that is Gumbel's or normal, times a scale; any other is not checked.
+    """
     device = next(agent.parameters()).device
+    ones = SimpleNamespace(gumbel=lambda size: np.ones(size), standard_normal=lambda size, dtype: np.ones(size, dtype))
 
     def drawn(output: np.ndarray) -> Tensor:
-        output = torch.from_numpy(output).to(device)
+        scale, output = torch.from_numpy(agent.noise(ones, len(output))), torch.from_numpy(output)
         if agent.is_discrete:
-            return output.log_softmax(1)[:, 0].cpu()
-        return normal_log_prob(torch.zeros_like(output), output, agent.log_std).cpu()
+            return (output / scale).log_softmax(1)[:, 0]
+        return normal_log_prob(torch.zeros_like(output), output, scale.log())
 
     def learnt(output: Tensor) -> Tensor:
         output = output.to(device)
         return agent.log_prob(output, torch.zeros_like(output[:, 0] if agent.is_discrete else output)).cpu()
 
-    check_policy(drawn, learnt, agent, agent.outputs)
+    with contextlib.suppress(AttributeError, TypeError):  # noise that draws otherwise
+        check_policy(drawn, learnt, agent, agent.outputs)
 
 
 def fail(message: str) -> NoReturn:
@@ -1633,7 +1639,7 @@ class RayRunners(Runners):
         while len(self.alive) < wanted and not (self.alive and time.monotonic() > self.deadline - 1):
             for reference in self.ready():
                 self.hear(reference)
-        self.queue.clear()
+        self.queue.clear()  # while they started, the learner did not come for a batch
         if len(self.alive) < wanted:
             late = f"{len(self.alive)} of {wanted} runners have started"
             print(f"note: {late} within {args.fragment_timeout:g} s; they go on without the others", file=sys.stderr)
@@ -1735,8 +1741,8 @@ class RayRunners(Runners):
             for reference in self.ready()[: found.count(None)]:
                 self.hear(reference, found, batch_fragments)
             asked = sum(fragment is not None for _, fragment in self.in_flight.values())
-            idle = sorted(self.alive - {index for index, _ in self.in_flight.values()})
-            idle.sort(key=lambda index: not self.most_stale and found[index] is not None)  # first who owes its own
+            busy = {index for index, _ in self.in_flight.values()}  # first those who owe their own:
+            idle = sorted(self.alive - busy, key=lambda x: (not self.most_stale and found[x] is not None, x))
             for index in idle[: max(0, found.count(None) - asked)]:
                 self.ask(index, 1)  # instead of one that has died
         for report, _ in found:

@@ -95,12 +95,8 @@ def test_who_owes_its_own_fragment_is_asked_before_who_has_brought_it(name):
     script = load(name)
     runners = object.__new__(script.RayRunners)
     runners.args, runners.run, runners.clock, runners.queue = script.Args(num_runners=2), mock.Mock(), mock.Mock(), [7]
-    runners.most_stale, runners.alive, runners.in_flight, asked = (
-        0,
-        {0, 1},
-        {"its own": (0, "x"), "too old": (1, "y")},
-        [],
-    )
+    runners.in_flight, asked = {"its own": (0, "x"), "too old": (1, "y")}, []
+    runners.most_stale, runners.alive = 0, {0, 1}
     runners.ready = lambda: runners.queue.append(len(runners.in_flight)) or list(runners.in_flight)
 
     def hear(reference, found, _num_ours):
@@ -149,6 +145,24 @@ def test_a_density_that_actions_are_not_drawn_from_is_refused(name, capsys):
         with pytest.raises(SystemExit) as end:
             script.check_density(agent)
         assert end.value.code == 2 and "actions have another `log_prob`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ACTOR_CRITICS)
+def test_a_scale_that_noise_and_density_share_is_fine(name):
+    """A temperature, and a fixed standard deviation; what is drawn by another distribution is not checked."""
+    script, vector = load(name), gym.spaces.Box(-1, 1, (3,), np.float32)
+    agent = script.ActorCritic(vector, gym.spaces.Discrete(3))
+    log_prob, noise = agent.log_prob, agent.noise
+    agent.log_prob = lambda output, action: log_prob(output / 5, action)
+    agent.noise = lambda rng, *shape: 5 * noise(rng, *shape)
+    script.check_density(agent)
+    agent = script.ActorCritic(vector, gym.spaces.Box(-1, 1, (2,), np.float32))
+    del agent.log_std
+    agent.log_prob = lambda output, action: script.normal_log_prob(action, output, torch.full((2,), -1.0))
+    agent.noise = lambda rng, *shape: 0.36788 * rng.standard_normal((*shape, 2), dtype=np.float32)
+    script.check_density(agent)
+    agent.noise = lambda rng, *shape: rng.laplace(size=(*shape, 2))
+    script.check_density(agent)
 
 
 @pytest.mark.parametrize("name", RAY)

@@ -57,7 +57,7 @@ def code(text: str) -> str:
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """A tree and all statements in it: a hundredth of its nodes."""
+    """A tree and all statements in it, without the many more nodes of expressions."""
     yield node
     for part in ("body", "orelse", "finalbody", "handlers", "cases"):
         for inner in getattr(node, part, []):
@@ -109,7 +109,7 @@ def has_changed(file: str, commit: str, pair: str, result: str) -> bool:
     now = code((ROOT / file).read_text()) if (ROOT / file).exists() else None
     before = commit
     for after in (git("log", "--reverse", "--format=%H", f"{commit}..HEAD", "--", file) or "").split():
-        # What a commit did is asked last, as this takes a tenth of a second
+        # What a commit did is asked last, as that takes tenths of a second
         if not keeps_results(after, pair, result) and code_at(file, before) != code_at(file, after):
             return code_at(file, commit) != now
         before = after
