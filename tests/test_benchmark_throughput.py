@@ -27,6 +27,7 @@ from benchmarks.throughput import ceilings, peers, throughput
 FLAGS = " ".join(["--log-every=50", "--learning-starts=100", "--total-timesteps=4000"])
 
 
+@pytest.mark.alone
 def test_throughput_from_end_to_end(tmp_path):
     """Two variants of DQN in two rounds; `lean` and not `compile`, to save the time to compile."""
     arguments = ["--scripts", "dqn", "--variants", "eager", "lean", "--rounds", 2, "--seconds", 0.3, "--window", 0.05]
@@ -50,7 +51,8 @@ def test_throughput_from_end_to_end(tmp_path):
         parts = result["ceilings"]["variants"][name]
         times = parts["microseconds_per_step"]
         assert all(times[section] > 0 for section in (*ceilings.SECTIONS, "rest"))
-        assert 1 / 4 < 1e6 / sum(times.values()) / own["steps_per_second"] < 4  # on a busy machine it was 1.9
+        # Two processes that learn at different times: the same unit is all that so short a run can show
+        assert 1 / 10 < 1e6 / sum(times.values()) / own["steps_per_second"] < 10
     (ratio,) = result["ratios"]
     assert (ratio["of"], ratio["to"]) == ("lean", "eager") and 0.1 < ratio["ratio"] < 10
     assert ratio["interval"][0] <= ratio["ratio"] <= ratio["interval"][1]
