@@ -7,6 +7,7 @@ from benchmark_helpers import refusal
 
 from benchmarks.throughput import backends
 from benchmarks.throughput.backends import ALL, PROCESS, TASKS, THREADS, TURNS, WORKERS
+from benchmarks.tools import readme
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,32 @@ def test_ways_that_fail_are_shown(monkeypatch, tmp_path):
     backends.main(backends.Options(("Breakout-v5",), rounds=1, seconds=4, out=tmp_path))
     text = (tmp_path / "backends.md").read_text()
     assert f"| failed | 50 [50, 50] | {TURNS} | - |" in text and ALL in text and "best in 0 of 0" in text
+
+
+def test_each_machine_has_a_folder_and_a_table(monkeypatch, tmp_path):
+    """Results of another CPU stay where they are, and each CPU's default is judged by its own."""
+    speeds = {"--no-async-envs": 50.0, "--async-envs": 80.0}
+
+    def measure(arguments, _options, _last):
+        speed = next(speed for flag, speed in speeds.items() if flag in arguments)
+        return {"speeds": [speed] * 3, "first_update_seconds": 1.0, "peak_memory_mb": 1.0, "cores_used": 1.0}, None
+
+    monkeypatch.setattr(backends.throughput, "measure", measure)
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    assert readme.backend_section() == []
+    options = backends.Options(("Breakout-v5",), rounds=1, seconds=4, out=tmp_path / "backends")
+    backends.main(options)
+    old = json.loads((options.out / "Breakout-v5.json").read_text())
+    old["provenance"]["machine"]["cpu"] = "Z80"
+    (options.out / "Breakout-v5.json").write_text(json.dumps(old))
+    speeds["--async-envs"] = 25.0
+    backends.main(options)
+    assert json.loads((options.out / "Breakout-v5.json").read_text()) == old
+    (page,) = options.out.glob("*/backends.md")
+    assert "0.50 [0.50, 0.50]" in page.read_text() and "80 [80, 80]" not in page.read_text()
+    text = "\n".join(readme.backend_section())
+    first, second = (text.index(f"best in {count} of 2 rows") for count in (0, 2))
+    assert first < text.index("cores of Z80") < second and f"(benchmarks/results/backends/{page.parent.name}" in text
 
 
 def test_wrong_input(tmp_path, capsys):

@@ -226,6 +226,7 @@ def test_code_that_is_edited_while_it_is_measured_is_noticed(tmp_path, monkeypat
          ["impala_ray.py", "impala_ray_torchcompile.py", "peers.py", "sleeping.py", "ppo_ray.py"]),
         ("tune/a.json", {"search": {"script": "ppo"}}, ["ppo.py"]),
         ("backends/SlowA.json", {"script": "ppo"}, ["ppo.py", "ppo_torchcompile.py", "sleeping.py"]),
+        ("backends/another_cpu/SlowA.json", {"script": "ppo"}, ["ppo.py", "ppo_torchcompile.py", "sleeping.py"]),
         ("env_pools/a.json", {}, ["ppo_env_pool.py", "ppo_env_pool_torchcompile.py", "peers.py", "sleeping.py"]),
     ],
 )  # fmt: skip

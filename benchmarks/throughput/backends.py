@@ -7,11 +7,12 @@ many environments there are, so that the cost of learning per step is the same.
 
 Measures: steady environment steps/s of each way, and how close the script's default way comes to the fastest.
 Takes: at the defaults about 40 minutes.
-Leaves: in --out one JSON file per environment, and backends.md from all JSON files there.
+Leaves: in --out one JSON file per environment, and backends.md from all JSON files there; in a folder named after the
+CPU, if --out holds results of another one.
 """
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -23,6 +24,7 @@ from benchmarks.common.results import (
     describe,
     estimate,
     load_all,
+    machine_folder,
     machine_of,
     make_folder,
     provenance,
@@ -165,13 +167,14 @@ def check(options: Options) -> tuple[str, ...]:
     check_known("environment", options.env_ids, list(TASKS))
     check_positive(options, "rounds", "seconds", "timeout")
     check_once(options, "env_ids")
-    make_folder(options.out)
     importlib.import_module("benchmarks.pools.sleeping")  # registers its environments
     return options.env_ids or tuple(TASKS)
 
 
 def main(options: Options) -> int:
     env_ids = check(options)
+    options = replace(options, out=machine_folder(options.out))
+    make_folder(options.out)
     counts = {env_id: TASKS[env_id].num_envs for env_id in env_ids}
     total = options.rounds * sum(len(ways_of(env_id, n)) for env_id, own in counts.items() for n in own)
     paths = {env_id: options.out / f"{env_id.rpartition(':')[2]}.json" for env_id in env_ids}

@@ -258,14 +258,20 @@ def ladder_section() -> list[str]:
 
 
 def backend_section() -> list[str]:
-    """The table of the ways to step environments."""
-    if not (results := load("backends/*.json")):
+    """A table of the ways to step environments for each machine."""
+    if not (results := load("backends/**/*.json")):
         return []
+    machines, lines = {}, []
+    for result in results:
+        machines.setdefault(machine_of(result["provenance"]), []).append(result)
+    for machine, own in sorted(machines.items()):
+        lines += [*backends.rows(own), "", f"On {machine}: {backends.verdict(own)}", ""]
     counts = sorted({result["rounds"] for result in results})
-    lines = [*backends.rows(results), "", backends.verdict(results)]
     lines += [f"Rounds: {' or '.join(map(str, counts))}. {FEW_ROUNDS}"]
-    lines += paragraph("""The eager PPO scripts. SlowCartPole is CartPole whose step takes 3 ms, and
-        100 ms more in 1 % of the steps. [How it was measured](benchmarks/results/backends/backends.md).""")
+    pages = sorted({f"benchmarks/results/{Path(result['file']).parent}/backends.md" for result in results})
+    links = " and ".join(f"[{'here' if i else 'How it was measured'}]({page})" for i, page in enumerate(pages))
+    lines += paragraph(f"""The eager PPO scripts. SlowCartPole is CartPole whose step takes 3 ms, and
+        100 ms more in 1 % of the steps. {links}.""")
     return [*lines, *sources(results), ""]
 
 
@@ -614,8 +620,9 @@ def write_summaries(results: Path) -> None:
     rooms |= {"backends": backends}
     for name, room in rooms.items():
         room.write_summary(results / name)
-    for folder in sorted({path.parent for path in results.glob("throughput/*/*.json")}):  # of other machines
-        throughput.write_summary(folder)
+    for name in ("throughput", "backends"):
+        for folder in sorted({path.parent for path in results.glob(f"{name}/*/*.json")}):  # of other machines
+            rooms[name].write_summary(folder)
     for path in results.glob("scaling/*/scaling.json"):  # of other scripts
         scaling.write_summary(path.parent)
     for path in sorted(results.glob("**/report.json")):

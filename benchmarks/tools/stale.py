@@ -146,7 +146,7 @@ def makers(path: Path, result: dict) -> list[str]:
         found += [f"benchmarks/pools/{name}.py" for name in ("peers", "sleeping")]
     if path.stem == "scaling" and result.get("settings", {}).get("script") != "ppo_ray":
         found += ["scripts/ppo_ray.py"]  # its rows of one node
-    found += ["benchmarks/pools/sleeping.py"] * (path.parent.name == "backends" and path.stem.startswith("Slow"))
+    found += ["benchmarks/pools/sleeping.py"] * ("backends" in path.parts and path.stem.startswith("Slow"))
     return found + [f"{room}/rungs.py"] * (path.parent.name == "ladder")
 
 
