@@ -41,7 +41,7 @@ import time
 from collections import OrderedDict, deque
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -322,6 +322,8 @@ def train(args: Args) -> Path:
         for pool in range(envs.num_pools):
             receive(args.num_steps - 1, pool)  # the next rollout begins with these frames
         run.stop_if_asked()
+        # What acts must be what learns, even if this loop changes a number that `forward` reads
+        check_frames(collector, agent, obs[1, 0].view(torch.uint8))
         torch.set_num_threads(num_cores())
         previous, done = done[-1:], (terminated + truncated) > 0
         valid = ~np.concatenate([previous, done[:-1]])  # the row after an episode's end is its reset
@@ -449,13 +451,21 @@ class Adam(nn.Module):
         )  # fmt: skip
 
 
+@torch.no_grad()
+def check_frames(collector: nn.Module, agent: nn.Module, frames: Tensor) -> None:
+    """Fail unless what acts and what learns give actions the same log-probabilities (B, A), but for rounding."""
+    acted, learnt = collector(frames)[0], agent(frames)[0]
+    if not torch.allclose(acted, learnt, rtol=0.05, atol=0.05, equal_nan=True):
+        fail("acting differs from learning: `forward` is random, or a change reached only one of the two networks")
+
+
 def check_layers(module: nn.Module) -> None:
-    """Refuse layers that compute differently in acting and learning: acting has no buffers and its own batches."""
+    """Refuse layers that may compute differently in acting, in batches of its own, and in learning; and buffers."""
     kinds = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
     found = [f"layer `{name}`, {layer}" for name, layer in module.named_modules() if isinstance(layer, kinds)]
     found += [f"buffer `{name}`" for name, _ in module.named_buffers()]
     if found:
-        fail(f"{found[0]}: what acts gets weights only, and in batches of its own; LayerNorm and parameters work")
+        fail(f"{found[0]}: what acts has batches of its own and, over Ray, gets weights only; LayerNorm works")
 
 
 def fail(message: str) -> NoReturn:
@@ -464,30 +474,40 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def is_plain(x) -> bool:
+    """Whether something is a number, a text, an array, or a container of nothing else."""
+    if isinstance(x, list | tuple | set | dict):
+        return all(map(is_plain, [*x, *x.values()] if isinstance(x, dict) else x))
+    return isinstance(x, bool | int | float | str | np.generic | np.ndarray | None)
+
+
 @torch.no_grad()
 def copy_attributes(module: nn.Module, copy: nn.Module) -> nn.Module:
-    """Give the copy that acts what a `state_dict` leaves out: the numbers and tensors that are attributes of your own
-    modules, and buffers that are not saved. They may change. Returns the copy.
+    """Give the copy that acts what a `state_dict` leaves out: attributes of modules that are tensors, numbers, arrays
+    or containers of these, and buffers that are not saved. They may change. Returns the copy.
     """
-    device = next(copy.parameters()).device
+    device, internal = next(copy.parameters()).device, vars(nn.Module())
     for part, its_copy in zip(module.modules(), copy.modules(), strict=True):
-        own = {} if type(part).__module__.startswith("torch.") else vars(part)
-        for name, x in own.items():
+        for name, x in vars(part).items():
             old = vars(its_copy).get(name)
             if isinstance(x, Tensor) and isinstance(old, Tensor) and (old.shape, old.device) == (x.shape, device):
                 old.copy_(x)
             elif isinstance(x, Tensor):
                 vars(its_copy)[name] = x.detach().to(device, copy=True)
-            elif isinstance(x, bool | int | float | str | None) and name != "training":
-                vars(its_copy)[name] = x
+            elif x is not old and name not in internal and is_plain(x):
+                vars(its_copy)[name] = deepcopy(x)
     for x, its_copy in zip(module.buffers(), copy.buffers(), strict=True):
         its_copy.copy_(x)
     return copy
 
 
 def num_cores() -> int:
-    """Number of CPU cores this process may use; on a system that does not tell, all cores."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of CPU cores this process may use, by its affinity and its container's share; if unknown, all cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        microseconds, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        cores = min(cores, math.ceil(microseconds / period))
+    return cores
 
 
 def spare_memory() -> None:
@@ -588,6 +608,8 @@ def rollout_sizes(args: Args, num_envs: int) -> tuple[int, int]:
     batch_size = num_envs * args.num_steps
     if batch_size % args.num_minibatches:
         fail(f"num_envs * num_steps = {batch_size} rows can't be divided into {args.num_minibatches} equal minibatches")
+    if args.norm_adv and batch_size == args.num_minibatches:
+        fail("minibatches have one row, whose normalized advantage is 0: fewer --num-minibatches, or --no-norm-adv")
     if args.total_timesteps < batch_size:
         fail(f"--total-timesteps {args.total_timesteps} is less than one rollout, {batch_size} steps")
     return batch_size, args.total_timesteps // batch_size
@@ -616,8 +638,8 @@ def validate(args: Args) -> torch.device:
     kinds = {field.name: str(field.type) for field in fields(args)}  # a float may be given as 0
     for name, value in asdict(args).items():
         least, most = LIMITS.get(name, (int(type(value) is int and "float" not in kinds[name]), math.inf))
-        if type(value) in (int, float) and not (least <= value <= most and math.isfinite(value)):
-            bound = f" and at most {most}" if most < math.inf else " and finite" * (type(value) is float)
+        if type(value) in (int, float) and not (least <= value <= most and abs(value) < 3e38):  # float32 ends there
+            bound = f" and at most {most}" if most < math.inf else " and less than 3e38" * (type(value) is float)
             fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}")
     for how in ("sync", "async"):
         if vars(args).get(f"{how}_envs") and vars(args).get("env_backend") == "envpool":
@@ -700,10 +722,11 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
 
 def new_folder(name: str) -> Path:
     """Make runs/NAME__SECONDS; of several runs that start in the same second, all but one wait for the next."""
+    Path("runs").mkdir(exist_ok=True)
     while True:
         folder = Path("runs", f"{name}__{int(time.time())}".replace("/", "_").replace(":", "_"))
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
         time.sleep(0.1)
 
@@ -764,6 +787,10 @@ class Run:
                 part.load_state_dict(self.checkpoint[name])
         except (KeyError, RuntimeError, ValueError) as error:
             fail(f"can't resume {self.args.resume}: its checkpoint is of another version of this file: {error}")
+        saved = self.checkpoint["args"].items()
+        rates = {x: getattr(self.args, name) for name, x in saved if name.endswith(("learning_rate", "_lr"))}
+        for group in [group for part in self.state.values() for group in getattr(part, "param_groups", ())]:
+            group["lr"] = rates.get(group["lr"], group["lr"])  # of torch.optim, which has taken the old rate back
         rng = self.checkpoint["rng"]
         random.setstate(rng["python"])
         np.random.set_state(tuple(rng["numpy"]))
@@ -805,14 +832,16 @@ class Run:
     def open_files(self) -> None:
         """Write the configuration or, to resume, cut the log back to the checkpoint; then open the log to append."""
         log, config, lines = self.dir / "metrics.jsonl", self.dir / "config.json", []
-        old = log.open("a" if self.args.resume else "x")  # "x": of two runs that begin here at once, one fails
+        mode = "a+" if self.args.resume else "x+"  # "x": of two runs that begin here at once, one fails
+        old = log.open(mode, errors="replace")  # closing any other handle of this file would end its lock
         if not lock(old):
             fail(f"another process is training {self.dir}: end it first")
         git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
         commit = subprocess.getoutput(git) or None
         blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
         if not self.args.resume:
-            installed = filter(importlib.util.find_spec, "torch tensordict gymnasium envpool numpy ray".split())
+            libraries = "torch tensordict gymnasium envpool numpy ray".split()
+            installed = [x for x in libraries if importlib.util.find_spec(x) and [*distributions(name=x)]]
             values = {
                 "script": Path(__file__).name,
                 "blob": blob,
@@ -836,7 +865,8 @@ class Run:
         values.setdefault("id", os.urandom(8).hex())  # in Weights & Biases
         config.with_suffix(".tmp").write_text(json.dumps(values, indent=2) + "\n")
         config.with_suffix(".tmp").replace(config)
-        for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
+        old.seek(0)
+        for line in old.read().splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line is left out
                 lines += [line + "\n"] if json.loads(line)["global_step"] <= self.step else []
         log.with_suffix(".tmp").write_text("".join(lines))
@@ -866,7 +896,7 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Write a line, with means over the episodes since the one before, and save if due; once per step at most."""
+        """Write a line, with means over the episodes that ended since the last line, and save if that is due."""
         seconds = time.perf_counter() - self.start_time
         metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
@@ -878,10 +908,10 @@ class Run:
         for name, value in metrics.items():
             if not math.isfinite(value):
                 sys.exit(f"error: {name} is {value} at step {self.step}; {self.hint()}")
-            if self.writer:
-                self.writer.add_scalar(name, value, self.step)
         line = {"global_step": self.step, "seconds": round(seconds, 3), **metrics}
         try:
+            for name, value in metrics.items() if self.writer else ():
+                self.writer.add_scalar(name, value, self.step)
             self.file.write(json.dumps(line, default=float) + "\n")
         except OSError as error:
             sys.exit(f"error: can't write the log: {error}; {self.hint()}")
@@ -917,7 +947,8 @@ class Run:
 
     def hint(self) -> str:
         """How to go on once the run has ended."""
-        return f"to go on from step {self.saved_step}: --resume {self.dir}" if self.saved_step else "nothing saved yet"
+        run = shlex.quote(str(self.dir))
+        return f"to go on from step {self.saved_step}: --resume {run}" if self.saved_step else "nothing saved yet"
 
     def goes_on(self) -> bool:
         return self.step < self.args.total_timesteps and self.stopped_by is None
@@ -925,7 +956,8 @@ class Run:
     def is_due(self) -> bool:
         """Whether to log now: a log line or a checkpoint, which comes with a log line, is due, or the run ends."""
         intervals = (self.args.log_every, self.checkpoint_every)
-        return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
+        is_due = not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
+        return is_due and self.step > self.logged_step  # not twice for a step, as rows of resets do not count
 
     def stop_if_asked(self) -> None:
         """After a signal, end the run now, without another update; save the last one."""

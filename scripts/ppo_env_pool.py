@@ -56,11 +56,11 @@ from collections import ChainMap, OrderedDict, defaultdict, deque
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Literal, NoReturn
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's products here are small, and cores are scarce
@@ -158,11 +158,11 @@ class ActorCritic(nn.Module):
     def __init__(self, obs_dim: int, action_space: gym.Space):
         super().__init__()
         self.is_discrete = isinstance(action_space, gym.spaces.Discrete)
-        outputs = int(action_space.n) if self.is_discrete else math.prod(action_space.shape)
-        self.actor = mlp(obs_dim, outputs, output_gain=0.01)
+        self.outputs = int(action_space.n) if self.is_discrete else math.prod(action_space.shape)
+        self.actor = mlp(obs_dim, self.outputs, output_gain=0.01)
         self.critic = mlp(obs_dim, 1, output_gain=1.0)
         if not self.is_discrete:
-            self.log_std = nn.Parameter(torch.zeros(outputs))
+            self.log_std = nn.Parameter(torch.zeros(self.outputs))
 
     def forward(self, obs: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         output, value = self.actor(obs), self.critic(obs).squeeze(1)
@@ -179,11 +179,11 @@ class ActorCritic(nn.Module):
             return output.log_softmax(1).gather(1, action.long().unsqueeze(1)).squeeze(1)
         return normal_log_prob(action, output, self.log_std)
 
-    def noise(self, *shape: int) -> np.ndarray:
+    def noise(self, rng: "TorchNumbers", *shape: int) -> np.ndarray:
         """Noise (*shape, A) to add to the actor's output: the sum, or for logits its argmax, is a sampled action."""
         if self.is_discrete:
-            return -torch.empty(*shape, self.actor[-1].out_features).exponential_().log().numpy()
-        return (torch.randn(*shape, len(self.log_std)) * self.log_std.detach().exp()).numpy()
+            return rng.gumbel(size=(*shape, self.outputs)).astype(np.float32)
+        return rng.standard_normal((*shape, self.outputs), dtype=np.float32) * self.log_std.detach().exp().cpu().numpy()
 
 
 def discounted_sum(x: Tensor, decay: Tensor) -> Tensor:
@@ -274,6 +274,7 @@ def train(args: Args) -> Path:
         return normal_log_prob(torch.zeros_like(output), output, collector.log_std)
 
     check_policy(acting, lambda obs: collector(obs, torch.zeros(len(obs), *action_shape))[0], collector, pool.obs_dim)
+    check_density(collector)
 
     @torch.no_grad()
     def estimate(obs: Tensor, action: Tensor, reward: Tensor, terminated: Tensor, truncated: Tensor, valid: Tensor):
@@ -325,7 +326,7 @@ def train(args: Args) -> Path:
         if collector is not agent:
             collector.load_state_dict(agent.state_dict())
             copy_attributes(agent, collector)
-        noise = collector.noise(args.num_steps, num_envs)
+        noise = collector.noise(TorchNumbers(), args.num_steps, num_envs)
         obs[0] = obs[-1]  # where the last rollout ended
         ready, count = np.arange(num_envs), np.zeros(num_envs, dtype=int)
         while count.min() < args.num_steps:
@@ -339,6 +340,9 @@ def train(args: Args) -> Path:
             obs[t + 1, ready], reward[t, ready], terminated[t, ready], truncated[t, ready], lost[t, ready] = rows
             count[ready] += 1
             ready = ready[count[ready] < args.num_steps]
+        # What acts must be what learns, even if this loop changes a number that `forward` reads
+        learnt, *_ = agent(torch.from_numpy(obs[0]).to(device), torch.zeros(num_envs, *action_shape, device=device))
+        check_same(acting(obs[0]), learnt, obs[0])
         previous, done = done[-1:], terminated | truncated
         valid = ~np.concatenate([previous, done[:-1]])  # the row after an episode's end is its reset
         valid &= ~lost  # the row of a dead worker is masked; the row before it bootstraps, as after a truncation
@@ -376,6 +380,16 @@ def load_policy(checkpoint: dict, pool: "Pool"):
 
 
 # ---- Plumbing: all below is the same text in every script that has it ---------------------------------------------
+
+
+class TorchNumbers:
+    """PyTorch's random numbers under the names that NumPy's generators give them."""
+
+    def gumbel(self, size: tuple[int, ...]) -> np.ndarray:
+        return -torch.empty(size).exponential_().log().numpy()
+
+    def standard_normal(self, size: tuple[int, ...], dtype: type = np.float32) -> np.ndarray:
+        return torch.randn(size).numpy().astype(dtype)
 
 
 class EpisodeStatistics:
@@ -460,22 +474,28 @@ class Adam(nn.Module):
         )  # fmt: skip
 
 
+def is_plain(x) -> bool:
+    """Whether something is a number, a text, an array, or a container of nothing else."""
+    if isinstance(x, list | tuple | set | dict):
+        return all(map(is_plain, [*x, *x.values()] if isinstance(x, dict) else x))
+    return isinstance(x, bool | int | float | str | np.generic | np.ndarray | None)
+
+
 @torch.no_grad()
 def copy_attributes(module: nn.Module, copy: nn.Module) -> nn.Module:
-    """Give the copy that acts what a `state_dict` leaves out: the numbers and tensors that are attributes of your own
-    modules, and buffers that are not saved. They may change. Returns the copy.
+    """Give the copy that acts what a `state_dict` leaves out: attributes of modules that are tensors, numbers, arrays
+    or containers of these, and buffers that are not saved. They may change. Returns the copy.
     """
-    device = next(copy.parameters()).device
+    device, internal = next(copy.parameters()).device, vars(nn.Module())
     for part, its_copy in zip(module.modules(), copy.modules(), strict=True):
-        own = {} if type(part).__module__.startswith("torch.") else vars(part)
-        for name, x in own.items():
+        for name, x in vars(part).items():
             old = vars(its_copy).get(name)
             if isinstance(x, Tensor) and isinstance(old, Tensor) and (old.shape, old.device) == (x.shape, device):
                 old.copy_(x)
             elif isinstance(x, Tensor):
                 vars(its_copy)[name] = x.detach().to(device, copy=True)
-            elif isinstance(x, bool | int | float | str | None) and name != "training":
-                vars(its_copy)[name] = x
+            elif x is not old and name not in internal and is_plain(x):
+                vars(its_copy)[name] = deepcopy(x)
     for x, its_copy in zip(module.buffers(), copy.buffers(), strict=True):
         its_copy.copy_(x)
     return copy
@@ -506,6 +526,17 @@ def numpy_mlp(net: nn.Sequential):
     return forward
 
 
+def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> None:
+    """Fail unless acting and learning give the same outputs (B, ...), but for rounding, at observations (B, O)."""
+    acted = torch.as_tensor(acted).detach().numpy()
+    learnt = np.broadcast_to(learnt.detach().cpu().numpy(), acted.shape)
+    scale = 1 + np.abs(obs).max(axis=1) + np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)  # of each row
+    if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
+        hint = "`forward` is random or looks at a whole batch, as Dropout does, or actions have another `log_prob`"
+        hint = f"`numpy_mlp` leaves out a part of `forward`, such as a number that has changed, or {hint}"
+        fail(f"the policy that acts differs from the one that learns: {hint}")
+
+
 @torch.no_grad()
 def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     """Fail unless the acting policy, on arrays, and the learning one, on tensors, agree: both (B, O) -> (B, A).
@@ -531,8 +562,7 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
         draw, inputs = (torch.randn if isinstance(x, nn.Parameter) else torch.rand), math.prod(x.shape[1:])
         x.add_((draw(x.shape, generator=generator) / max(1, inputs) ** 0.5).to(x.device, x.dtype))
     try:  # one row on its own, since layers may look at the whole batch
-        acted = np.concatenate([acting(obs[:1]), acting(obs[1:])])
-        learnt = np.broadcast_to(learning(torch.from_numpy(obs)).numpy().copy(), acted.shape)
+        check_same(np.concatenate([acting(obs[:1]), acting(obs[1:])]), learning(torch.from_numpy(obs)), obs)
     except (ValueError, IndexError) as error:  # such as BatchNorm's for a single row
         fail(f"the policy can't act: {error}")
     finally:
@@ -540,11 +570,28 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
         for part, attributes in zip(parts, kept, strict=True):
             vars(part).clear()
             vars(part).update(attributes)
-    scale = 1 + np.abs(obs).max(axis=1) + np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)  # of each row
-    if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
-        hint = "`forward` is random or looks at a whole batch, as Dropout does, or actions have another `log_prob`"
-        hint = f"`numpy_mlp` leaves out a part of `forward`, or {hint}"
-        fail(f"the policy that acts differs from the one that learns: {hint}")
+
+
+def check_density(agent: nn.Module) -> None:
+    """Fail unless `log_prob` is the density of the actions that are drawn: the actor's output (B, A) plus `noise`.
+
+    Of noise that is Gumbel's or normal, times a scale; any other is not checked.
+    """
+    device = next(agent.parameters()).device
+    ones = SimpleNamespace(gumbel=lambda size: np.ones(size), standard_normal=lambda size, dtype: np.ones(size, dtype))
+
+    def drawn(output: np.ndarray) -> Tensor:
+        scale, output = torch.from_numpy(agent.noise(ones, len(output))), torch.from_numpy(output)
+        if agent.is_discrete:
+            return (output / scale).log_softmax(1)[:, 0]
+        return normal_log_prob(torch.zeros_like(output), output, scale.log())
+
+    def learnt(output: Tensor) -> Tensor:
+        output = output.to(device)
+        return agent.log_prob(output, torch.zeros_like(output[:, 0] if agent.is_discrete else output)).cpu()
+
+    with contextlib.suppress(AttributeError, TypeError):  # noise that draws otherwise
+        check_policy(drawn, learnt, agent, agent.outputs)
 
 
 def fail(message: str) -> NoReturn:
@@ -554,8 +601,12 @@ def fail(message: str) -> NoReturn:
 
 
 def num_cores() -> int:
-    """Number of CPU cores this process may use; on a system that does not tell, all cores."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of CPU cores this process may use, by its affinity and its container's share; if unknown, all cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        microseconds, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        cores = min(cores, math.ceil(microseconds / period))
+    return cores
 
 
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
@@ -624,17 +675,20 @@ def light_start():
     """Worker processes started in this context ignore signals, have one thread, and do not import this file.
 
     Otherwise multiprocessing imports the main module in each, and with it PyTorch: 1.6 s and 230 MB instead of 0.2 s
-    and 40 MB. So an empty module takes its place meanwhile.
+    and 40 MB. So an empty module takes its place meanwhile. This process gets its signals when the context ends.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in (signal.SIGINT, signal.SIGTERM)}
+    signals = signal.SIGINT, signal.SIGTERM
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # else what comes while they are ignored would be lost
+    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in signals}
     try:
         yield
     finally:
         sys.modules["__main__"] = main
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
@@ -769,9 +823,12 @@ class Pool:
         self.poller, self.worker_at = select.poll(), {}  # which worker is at the other end of a pipe
         self.num_busy, self.ready, self.next_check, self.is_up, self.restarts = 0, [], 0.0, False, 0
         print(f"starting {args.num_workers} worker processes", file=sys.stderr)
-        self.workers = [self.start(index) for index in range(args.num_workers)]
-        while self.num_busy:
-            self.listen()
+        try:
+            self.workers = [self.start(index) for index in range(args.num_workers)]
+            while self.num_busy:
+                self.listen()
+        except KeyboardInterrupt:
+            sys.exit(128 + signal.SIGINT)  # ends the workers, too
         self.ready, self.is_up = [], True
 
     def envs_of(self, index: int) -> slice:
@@ -816,9 +873,13 @@ class Pool:
 
     def listen(self) -> None:
         """Wait for messages from workers, half a second at most, and check now and then for hung or dead ones."""
+        start = time.monotonic()
         for pipe, _ in self.poller.poll(500):
             self.hear(self.worker_at[pipe])
         now = time.monotonic()
+        if now - start > 2:  # this process was suspended, probably with its workers: give them that time
+            for worker in self.workers:
+                worker.deadline += now - start
         if now < self.next_check:
             return
         self.next_check = now + 0.5
@@ -935,7 +996,8 @@ def warn_of_pixels(space: gym.Space, obs_dim: int) -> None:
 
 def numbers_in(info: dict) -> dict[str, float]:
     """The finite numbers of an `info`, such as is_success; not those that EnvPool keeps for itself."""
-    names = [key for key in info if isinstance(key, str) and not key.startswith(("_", "env_id", "elapsed_step"))]
+    own = {"env_id", "elapsed_step"}
+    names = [key for key in info if isinstance(key, str) and key[:1] != "_" and key not in own]
     numbers = {key: info[key] for key in names if isinstance(info[key], bool | int | float | np.bool_ | np.number)}
     is_small = {key: type(x) is not int or abs(x) < 2**63 for key, x in numbers.items()}  # others fit no float
     return {key: float(x) for key, x in numbers.items() if is_small[key] and math.isfinite(x)}
@@ -946,6 +1008,8 @@ def rollout_sizes(args: Args, num_envs: int) -> tuple[int, int]:
     batch_size = num_envs * args.num_steps
     if batch_size % args.num_minibatches:
         fail(f"num_envs * num_steps = {batch_size} rows can't be divided into {args.num_minibatches} equal minibatches")
+    if args.norm_adv and batch_size == args.num_minibatches:
+        fail("minibatches have one row, whose normalized advantage is 0: fewer --num-minibatches, or --no-norm-adv")
     if args.total_timesteps < batch_size:
         fail(f"--total-timesteps {args.total_timesteps} is less than one rollout, {batch_size} steps")
     return batch_size, args.total_timesteps // batch_size
@@ -956,8 +1020,8 @@ def validate(args: Args) -> torch.device:
     kinds = {field.name: str(field.type) for field in fields(args)}  # a float may be given as 0
     for name, value in asdict(args).items():
         least, most = LIMITS.get(name, (int(type(value) is int and "float" not in kinds[name]), math.inf))
-        if type(value) in (int, float) and not (least <= value <= most and math.isfinite(value)):
-            bound = f" and at most {most}" if most < math.inf else " and finite" * (type(value) is float)
+        if type(value) in (int, float) and not (least <= value <= most and abs(value) < 3e38):  # float32 ends there
+            bound = f" and at most {most}" if most < math.inf else " and less than 3e38" * (type(value) is float)
             fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}")
     for how in ("sync", "async"):
         if vars(args).get(f"{how}_envs") and vars(args).get("env_backend") == "envpool":
@@ -1040,10 +1104,11 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
 
 def new_folder(name: str) -> Path:
     """Make runs/NAME__SECONDS; of several runs that start in the same second, all but one wait for the next."""
+    Path("runs").mkdir(exist_ok=True)
     while True:
         folder = Path("runs", f"{name}__{int(time.time())}".replace("/", "_").replace(":", "_"))
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
         time.sleep(0.1)
 
@@ -1104,6 +1169,10 @@ class Run:
                 part.load_state_dict(self.checkpoint[name])
         except (KeyError, RuntimeError, ValueError) as error:
             fail(f"can't resume {self.args.resume}: its checkpoint is of another version of this file: {error}")
+        saved = self.checkpoint["args"].items()
+        rates = {x: getattr(self.args, name) for name, x in saved if name.endswith(("learning_rate", "_lr"))}
+        for group in [group for part in self.state.values() for group in getattr(part, "param_groups", ())]:
+            group["lr"] = rates.get(group["lr"], group["lr"])  # of torch.optim, which has taken the old rate back
         rng = self.checkpoint["rng"]
         random.setstate(rng["python"])
         np.random.set_state(tuple(rng["numpy"]))
@@ -1145,14 +1214,16 @@ class Run:
     def open_files(self) -> None:
         """Write the configuration or, to resume, cut the log back to the checkpoint; then open the log to append."""
         log, config, lines = self.dir / "metrics.jsonl", self.dir / "config.json", []
-        old = log.open("a" if self.args.resume else "x")  # "x": of two runs that begin here at once, one fails
+        mode = "a+" if self.args.resume else "x+"  # "x": of two runs that begin here at once, one fails
+        old = log.open(mode, errors="replace")  # closing any other handle of this file would end its lock
         if not lock(old):
             fail(f"another process is training {self.dir}: end it first")
         git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
         commit = subprocess.getoutput(git) or None
         blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
         if not self.args.resume:
-            installed = filter(importlib.util.find_spec, "torch tensordict gymnasium envpool numpy ray".split())
+            libraries = "torch tensordict gymnasium envpool numpy ray".split()
+            installed = [x for x in libraries if importlib.util.find_spec(x) and [*distributions(name=x)]]
             values = {
                 "script": Path(__file__).name,
                 "blob": blob,
@@ -1176,7 +1247,8 @@ class Run:
         values.setdefault("id", os.urandom(8).hex())  # in Weights & Biases
         config.with_suffix(".tmp").write_text(json.dumps(values, indent=2) + "\n")
         config.with_suffix(".tmp").replace(config)
-        for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
+        old.seek(0)
+        for line in old.read().splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line is left out
                 lines += [line + "\n"] if json.loads(line)["global_step"] <= self.step else []
         log.with_suffix(".tmp").write_text("".join(lines))
@@ -1206,7 +1278,7 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Write a line, with means over the episodes since the one before, and save if due; once per step at most."""
+        """Write a line, with means over the episodes that ended since the last line, and save if that is due."""
         seconds = time.perf_counter() - self.start_time
         metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
@@ -1218,10 +1290,10 @@ class Run:
         for name, value in metrics.items():
             if not math.isfinite(value):
                 sys.exit(f"error: {name} is {value} at step {self.step}; {self.hint()}")
-            if self.writer:
-                self.writer.add_scalar(name, value, self.step)
         line = {"global_step": self.step, "seconds": round(seconds, 3), **metrics}
         try:
+            for name, value in metrics.items() if self.writer else ():
+                self.writer.add_scalar(name, value, self.step)
             self.file.write(json.dumps(line, default=float) + "\n")
         except OSError as error:
             sys.exit(f"error: can't write the log: {error}; {self.hint()}")
@@ -1257,7 +1329,8 @@ class Run:
 
     def hint(self) -> str:
         """How to go on once the run has ended."""
-        return f"to go on from step {self.saved_step}: --resume {self.dir}" if self.saved_step else "nothing saved yet"
+        run = shlex.quote(str(self.dir))
+        return f"to go on from step {self.saved_step}: --resume {run}" if self.saved_step else "nothing saved yet"
 
     def goes_on(self) -> bool:
         return self.step < self.args.total_timesteps and self.stopped_by is None
@@ -1265,7 +1338,8 @@ class Run:
     def is_due(self) -> bool:
         """Whether to log now: a log line or a checkpoint, which comes with a log line, is due, or the run ends."""
         intervals = (self.args.log_every, self.checkpoint_every)
-        return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
+        is_due = not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
+        return is_due and self.step > self.logged_step  # not twice for a step, as rows of resets do not count
 
     def stop_if_asked(self) -> None:
         """After a signal, end the run now, without another update; save the last one."""

@@ -55,7 +55,7 @@ from collections import ChainMap, OrderedDict, defaultdict, deque
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Literal, NoReturn
@@ -87,7 +87,7 @@ class Args:
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete or Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several environments, if faster
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several, unless steps are quick
     async_envs: bool = False  # runners step Gymnasium environments in worker processes that do not wait for each other
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 500_000  # environment steps, rows of resets included, rounded down to whole rollouts
@@ -636,6 +636,17 @@ def numpy_mlp(net: nn.Sequential):
     return forward
 
 
+def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> None:
+    """Fail unless acting and learning give the same outputs (B, ...), but for rounding, at observations (B, O)."""
+    acted = torch.as_tensor(acted).detach().numpy()
+    learnt = np.broadcast_to(learnt.detach().cpu().numpy(), acted.shape)
+    scale = 1 + np.abs(obs).max(axis=1) + np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)  # of each row
+    if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
+        hint = "`forward` is random or looks at a whole batch, as Dropout does, or actions have another `log_prob`"
+        hint = f"`numpy_mlp` leaves out a part of `forward`, such as a number that has changed, or {hint}"
+        fail(f"the policy that acts differs from the one that learns: {hint}")
+
+
 @torch.no_grad()
 def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     """Fail unless the acting policy, on arrays, and the learning one, on tensors, agree: both (B, O) -> (B, A).
@@ -661,8 +672,7 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
         draw, inputs = (torch.randn if isinstance(x, nn.Parameter) else torch.rand), math.prod(x.shape[1:])
         x.add_((draw(x.shape, generator=generator) / max(1, inputs) ** 0.5).to(x.device, x.dtype))
     try:  # one row on its own, since layers may look at the whole batch
-        acted = np.concatenate([acting(obs[:1]), acting(obs[1:])])
-        learnt = np.broadcast_to(learning(torch.from_numpy(obs)).numpy().copy(), acted.shape)
+        check_same(np.concatenate([acting(obs[:1]), acting(obs[1:])]), learning(torch.from_numpy(obs)), obs)
     except (ValueError, IndexError) as error:  # such as BatchNorm's for a single row
         fail(f"the policy can't act: {error}")
     finally:
@@ -670,11 +680,6 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
         for part, attributes in zip(parts, kept, strict=True):
             vars(part).clear()
             vars(part).update(attributes)
-    scale = 1 + np.abs(obs).max(axis=1) + np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)  # of each row
-    if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
-        hint = "`forward` is random or looks at a whole batch, as Dropout does, or actions have another `log_prob`"
-        hint = f"`numpy_mlp` leaves out a part of `forward`, or {hint}"
-        fail(f"the policy that acts differs from the one that learns: {hint}")
 
 
 def check_density(agent: nn.Module) -> None:
@@ -706,8 +711,12 @@ def fail(message: str) -> NoReturn:
 
 
 def num_cores() -> int:
-    """Number of CPU cores this process may use; on a system that does not tell, all cores."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of CPU cores this process may use, by its affinity and its container's share; if unknown, all cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        microseconds, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        cores = min(cores, math.ceil(microseconds / period))
+    return cores
 
 
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
@@ -820,17 +829,20 @@ def light_start():
     """Worker processes started in this context ignore signals, have one thread, and do not import this file.
 
     Otherwise multiprocessing imports the main module in each, and with it PyTorch: 1.6 s and 230 MB instead of 0.2 s
-    and 40 MB. So an empty module takes its place meanwhile.
+    and 40 MB. So an empty module takes its place meanwhile. This process gets its signals when the context ends.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in (signal.SIGINT, signal.SIGTERM)}
+    signals = signal.SIGINT, signal.SIGTERM
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # else what comes while they are ignored would be lost
+    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in signals}
     try:
         yield
     finally:
         sys.modules["__main__"] = main
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
 
 def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
@@ -847,6 +859,7 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
         multiprocessing.forkserver.ensure_running()  # workers, which it starts, ignore what it ignores
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, give_up)  # a constructor may hang
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
         vector = gym.vector.AsyncVectorEnv(env_fns, context="forkserver")
     atexit.register(lambda: [process.kill() for process in vector.processes])  # else a failed run may wait for them
     return vector
@@ -863,7 +876,8 @@ def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) ->
 
 def numbers_in(info: dict) -> dict[str, float]:
     """The finite numbers of an `info`, such as is_success; not those that EnvPool keeps for itself."""
-    names = [key for key in info if isinstance(key, str) and not key.startswith(("_", "env_id", "elapsed_step"))]
+    own = {"env_id", "elapsed_step"}
+    names = [key for key in info if isinstance(key, str) and key[:1] != "_" and key not in own]
     numbers = {key: info[key] for key in names if isinstance(info[key], bool | int | float | np.bool_ | np.number)}
     is_small = {key: type(x) is not int or abs(x) < 2**63 for key, x in numbers.items()}  # others fit no float
     return {key: float(x) for key, x in numbers.items() if is_small[key] and math.isfinite(x)}
@@ -1031,12 +1045,12 @@ class FirstReady:
 
 
 def check_layers(module: nn.Module) -> None:
-    """Refuse layers that compute differently in acting and learning: acting has no buffers and its own batches."""
+    """Refuse layers that may compute differently in acting, in batches of its own, and in learning; and buffers."""
     kinds = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
     found = [f"layer `{name}`, {layer}" for name, layer in module.named_modules() if isinstance(layer, kinds)]
     found += [f"buffer `{name}`" for name, _ in module.named_buffers()]
     if found:
-        fail(f"{found[0]}: what acts gets weights only, and in batches of its own; LayerNorm and parameters work")
+        fail(f"{found[0]}: what acts has batches of its own and, over Ray, gets weights only; LayerNorm works")
 
 
 def sees_frames(space: gym.Space) -> bool:
@@ -1672,6 +1686,8 @@ def rollout_sizes(args: Args, num_envs: int) -> tuple[int, int]:
     batch_size = num_envs * args.num_steps
     if batch_size % args.num_minibatches:
         fail(f"num_envs * num_steps = {batch_size} rows can't be divided into {args.num_minibatches} equal minibatches")
+    if args.norm_adv and batch_size == args.num_minibatches:
+        fail("minibatches have one row, whose normalized advantage is 0: fewer --num-minibatches, or --no-norm-adv")
     if args.total_timesteps < batch_size:
         fail(f"--total-timesteps {args.total_timesteps} is less than one rollout, {batch_size} steps")
     return batch_size, args.total_timesteps // batch_size
@@ -1682,8 +1698,8 @@ def validate(args: Args) -> torch.device:
     kinds = {field.name: str(field.type) for field in fields(args)}  # a float may be given as 0
     for name, value in asdict(args).items():
         least, most = LIMITS.get(name, (int(type(value) is int and "float" not in kinds[name]), math.inf))
-        if type(value) in (int, float) and not (least <= value <= most and math.isfinite(value)):
-            bound = f" and at most {most}" if most < math.inf else " and finite" * (type(value) is float)
+        if type(value) in (int, float) and not (least <= value <= most and abs(value) < 3e38):  # float32 ends there
+            bound = f" and at most {most}" if most < math.inf else " and less than 3e38" * (type(value) is float)
             fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}")
     for how in ("sync", "async"):
         if vars(args).get(f"{how}_envs") and vars(args).get("env_backend") == "envpool":
@@ -1766,10 +1782,11 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
 
 def new_folder(name: str) -> Path:
     """Make runs/NAME__SECONDS; of several runs that start in the same second, all but one wait for the next."""
+    Path("runs").mkdir(exist_ok=True)
     while True:
         folder = Path("runs", f"{name}__{int(time.time())}".replace("/", "_").replace(":", "_"))
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
         time.sleep(0.1)
 
@@ -1830,6 +1847,10 @@ class Run:
                 part.load_state_dict(self.checkpoint[name])
         except (KeyError, RuntimeError, ValueError) as error:
             fail(f"can't resume {self.args.resume}: its checkpoint is of another version of this file: {error}")
+        saved = self.checkpoint["args"].items()
+        rates = {x: getattr(self.args, name) for name, x in saved if name.endswith(("learning_rate", "_lr"))}
+        for group in [group for part in self.state.values() for group in getattr(part, "param_groups", ())]:
+            group["lr"] = rates.get(group["lr"], group["lr"])  # of torch.optim, which has taken the old rate back
         rng = self.checkpoint["rng"]
         random.setstate(rng["python"])
         np.random.set_state(tuple(rng["numpy"]))
@@ -1871,14 +1892,16 @@ class Run:
     def open_files(self) -> None:
         """Write the configuration or, to resume, cut the log back to the checkpoint; then open the log to append."""
         log, config, lines = self.dir / "metrics.jsonl", self.dir / "config.json", []
-        old = log.open("a" if self.args.resume else "x")  # "x": of two runs that begin here at once, one fails
+        mode = "a+" if self.args.resume else "x+"  # "x": of two runs that begin here at once, one fails
+        old = log.open(mode, errors="replace")  # closing any other handle of this file would end its lock
         if not lock(old):
             fail(f"another process is training {self.dir}: end it first")
         git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
         commit = subprocess.getoutput(git) or None
         blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
         if not self.args.resume:
-            installed = filter(importlib.util.find_spec, "torch tensordict gymnasium envpool numpy ray".split())
+            libraries = "torch tensordict gymnasium envpool numpy ray".split()
+            installed = [x for x in libraries if importlib.util.find_spec(x) and [*distributions(name=x)]]
             values = {
                 "script": Path(__file__).name,
                 "blob": blob,
@@ -1902,7 +1925,8 @@ class Run:
         values.setdefault("id", os.urandom(8).hex())  # in Weights & Biases
         config.with_suffix(".tmp").write_text(json.dumps(values, indent=2) + "\n")
         config.with_suffix(".tmp").replace(config)
-        for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
+        old.seek(0)
+        for line in old.read().splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line is left out
                 lines += [line + "\n"] if json.loads(line)["global_step"] <= self.step else []
         log.with_suffix(".tmp").write_text("".join(lines))
@@ -1932,7 +1956,7 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Write a line, with means over the episodes since the one before, and save if due; once per step at most."""
+        """Write a line, with means over the episodes that ended since the last line, and save if that is due."""
         seconds = time.perf_counter() - self.start_time
         metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
@@ -1944,10 +1968,10 @@ class Run:
         for name, value in metrics.items():
             if not math.isfinite(value):
                 sys.exit(f"error: {name} is {value} at step {self.step}; {self.hint()}")
-            if self.writer:
-                self.writer.add_scalar(name, value, self.step)
         line = {"global_step": self.step, "seconds": round(seconds, 3), **metrics}
         try:
+            for name, value in metrics.items() if self.writer else ():
+                self.writer.add_scalar(name, value, self.step)
             self.file.write(json.dumps(line, default=float) + "\n")
         except OSError as error:
             sys.exit(f"error: can't write the log: {error}; {self.hint()}")
@@ -1983,7 +2007,8 @@ class Run:
 
     def hint(self) -> str:
         """How to go on once the run has ended."""
-        return f"to go on from step {self.saved_step}: --resume {self.dir}" if self.saved_step else "nothing saved yet"
+        run = shlex.quote(str(self.dir))
+        return f"to go on from step {self.saved_step}: --resume {run}" if self.saved_step else "nothing saved yet"
 
     def goes_on(self) -> bool:
         return self.step < self.args.total_timesteps and self.stopped_by is None
@@ -1991,7 +2016,8 @@ class Run:
     def is_due(self) -> bool:
         """Whether to log now: a log line or a checkpoint, which comes with a log line, is due, or the run ends."""
         intervals = (self.args.log_every, self.checkpoint_every)
-        return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
+        is_due = not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
+        return is_due and self.step > self.logged_step  # not twice for a step, as rows of resets do not count
 
     def stop_if_asked(self) -> None:
         """After a signal, end the run now, without another update; save the last one."""

@@ -46,7 +46,7 @@ from collections import ChainMap, OrderedDict, defaultdict, deque
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from types import ModuleType
 from typing import Literal, NoReturn
@@ -79,7 +79,7 @@ class Args:
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several environments, if faster
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several, unless steps are quick
     sync_envs: bool = False  # step all environments in this process, in turn: best where a step takes microseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 500_000  # environment steps, rows of resets included, rounded down to whole rollouts
@@ -285,6 +285,9 @@ def train(args: Args) -> Path:
             run.stop_if_asked()
             action[t] = (policy(obs[t]) + gumbel[t]).argmax(1)
             obs[t + 1], reward[t], terminated[t], truncated[t] = envs.step(first_action + action[t])
+        # What acts must be what learns, even if this loop changes a number that `forward` reads
+        learnt, _ = agent(torch.from_numpy(obs[0]).to(device))
+        check_same(torch.from_numpy(policy(obs[0])).log_softmax(1), learnt, obs[0])
         previous, done = done[-1:], terminated | truncated
         valid = ~np.concatenate([previous, done[:-1]])  # the row after an episode's end is its reset
         run.episodes += statistics.update(reward, done, valid)
@@ -427,11 +430,16 @@ def compiled(device: torch.device, *functions, **more_options):
 
 
 def check_adam() -> None:
-    """Refuse an `Adam` whose formula, for compiled code, and kernel differ, as after a change of one of them."""
+    """Refuse an `Adam` whose formula, for compiled code, and kernel differ, as after a change of one of them.
+
+    It raises the numbers of both, so that a new one which is 0 by default, such as `weight_decay`, has an effect.
+    """
     values = torch.linspace(-1, 1, 8)
     nets = [nn.ParameterList([values.clone(), values.view(2, 4).clone()]) for _ in range(2)]
     by_formula, by_kernel = (Adam(net, learning_rate=0.1) for net in nets)
     by_formula.by_kernel = by_formula.by_formula  # which eager code, such as this, calls
+    for optimizer in (by_formula, by_kernel):
+        vars(optimizer).update({name: x + 0.1 for name, x in vars(optimizer).items() if type(x) is float})
     for factor in (1.0, -0.3, 0.1):
         for net, optimizer in zip(nets, (by_formula, by_kernel), strict=True):
             optimizer.step(tuple(factor * weight.detach().cos() for weight in net))
@@ -468,14 +476,16 @@ def attributes_of(name: str, value) -> dict[str, tuple]:
 
 
 def length(container, _key) -> int | str:
-    return sys.intern(repr(container)) if isinstance(container, set) else len(container)  # entries of a set lack keys
+    """Of a set its printed form, since its entries, which have no keys, are not read one by one."""
+    return sys.intern(repr(container)) if isinstance(container, set) else len(container)
 
 
 def readings(name: str, value, seen: set, names: set):
     """Yield (name, how to read it, from what, by which key) for all that a function or object reaches by name.
 
-    `seen` collects the ids of visited objects, `names` all names that occur in code. Of library objects only
-    numbers and strings are read: the rest may be caches, which change.
+    `seen` collects the ids of visited objects. `names` collects the names that occur in code: `x` may be an attribute
+    of anything, `=x` was read by a function that is no method, `*x` stands for all names that contain x, and `*` for
+    all. Of library objects only numbers and strings are read: the rest may be caches, which change.
     """
     if not isinstance(value, nn.Module):  # unwrap CUDA graphs, compiled functions, methods and properties
         value = getattr(value, "module", value)
@@ -499,11 +509,10 @@ def readings(name: str, value, seen: set, names: set):
             codes += [x for x in constants if hasattr(x, "co_names")]
             texts = [x for x in constants if isinstance(x, str)]
             names.update(code.co_names, texts)  # getattr(x, "name")
-            # *text is for all names that contain it: getattr(x, f"{kind}_text"); * for all: vars(x), except in methods
-            names.update(f"*{x}" for x in texts if "getattr" in code.co_names and len(x) > 2)
+            names.update(f"*{x}" for x in texts if "getattr" in code.co_names and len(x) > 2)  # getattr(x, f"{kind}_x")
             reads_all = {"vars", "asdict", "astuple", "__dict__"} & {*code.co_names}
             names.update(["*"] if reads_all and not is_method else [])
-            names.update(() if is_method else (f"={x}" for x in code.co_names))  # not by all methods that an object has
+            names.update(() if is_method else (f"={x}" for x in code.co_names))
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         parts = {key: (getattr, cell, "cell_contents") for key, cell in cells}
         keys = [key for key in ("__defaults__", "__kwdefaults__") if getattr(value, key)]
@@ -556,6 +565,7 @@ def refuse_changes(function):
             first[:] = [x for group in groups for x in map(*group)]
             ids[:] = map(id, first)
             check_equal(found_names, first, first)
+            check_places(found_names, first, is_graph=hasattr(function, "module"))
         try:
             now = [x for group in groups for x in map(*group)]
         except (AttributeError, LookupError) as error:
@@ -568,9 +578,8 @@ def refuse_changes(function):
 
 
 def tensors_only(function):
-    """Wrap a compiled function or graph: SystemExit(2) for an argument that is no tensor, which it would freeze.
-
-    Likewise for code that can't be compiled.
+    """Wrap a compiled function or graph: SystemExit(2) for an argument that is no tensor, since compiled code would
+    keep the first one, and for code that can't be compiled.
     """
 
     def checked(*inputs):
@@ -582,12 +591,24 @@ def tensors_only(function):
             return function(*inputs)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason, *lines = str(error).splitlines()
+            asked = [signum for signum in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(signum) == signal.SIG_DFL]
+            if "CppCompileError" in reason and asked:  # the signal has ended the C++ compiler, too
+                print("stopped while compiling; nothing was learnt since the last checkpoint", file=sys.stderr)
+                sys.exit(128 + asked[0])
             place = [line for line in lines if line.strip().startswith("File ")][-1:]
             cause = [line.partition("): got ")[2] for line in lines if "): got " in line][:1]
             fail(f"this can't be compiled: {'; '.join([reason, *cause, *place])}; --no-compile does without")
 
     checked.__wrapped__ = function
     return checked
+
+
+def check_places(names: list[str], values: list, is_graph: bool) -> None:
+    """SystemExit(2) for a number on the CPU that a graph of another device reads: it would keep the first one."""
+    tensors = [(name, x) for name, x in zip(names, values, strict=True) if isinstance(x, Tensor)]
+    on_host = [name for name, x in tensors if x.ndim == 0 and x.device.type == "cpu"]
+    if is_graph and on_host and len({x.device.type for _, x in tensors}) > 1:
+        fail(f"`{on_host[0]}` lies on the CPU, so a CUDA graph would keep its first value: make it with device=device")
 
 
 def check_equal(names: list[str], first: list, now: list) -> None:
@@ -611,22 +632,28 @@ def check_equal(names: list[str], first: list, now: list) -> None:
             fail(f"`{name}` is another {type(old).__name__} than when this was compiled: change it in place")
 
 
+def is_plain(x) -> bool:
+    """Whether something is a number, a text, an array, or a container of nothing else."""
+    if isinstance(x, list | tuple | set | dict):
+        return all(map(is_plain, [*x, *x.values()] if isinstance(x, dict) else x))
+    return isinstance(x, bool | int | float | str | np.generic | np.ndarray | None)
+
+
 @torch.no_grad()
 def copy_attributes(module: nn.Module, copy: nn.Module) -> nn.Module:
-    """Give the copy that acts what a `state_dict` leaves out: the numbers and tensors that are attributes of your own
-    modules, and buffers that are not saved. They may change. Returns the copy.
+    """Give the copy that acts what a `state_dict` leaves out: attributes of modules that are tensors, numbers, arrays
+    or containers of these, and buffers that are not saved. They may change. Returns the copy.
     """
-    device = next(copy.parameters()).device
+    device, internal = next(copy.parameters()).device, vars(nn.Module())
     for part, its_copy in zip(module.modules(), copy.modules(), strict=True):
-        own = {} if type(part).__module__.startswith("torch.") else vars(part)
-        for name, x in own.items():
+        for name, x in vars(part).items():
             old = vars(its_copy).get(name)
             if isinstance(x, Tensor) and isinstance(old, Tensor) and (old.shape, old.device) == (x.shape, device):
                 old.copy_(x)
             elif isinstance(x, Tensor):
                 vars(its_copy)[name] = x.detach().to(device, copy=True)
-            elif isinstance(x, bool | int | float | str | None) and name != "training":
-                vars(its_copy)[name] = x
+            elif x is not old and name not in internal and is_plain(x):
+                vars(its_copy)[name] = deepcopy(x)
     for x, its_copy in zip(module.buffers(), copy.buffers(), strict=True):
         its_copy.copy_(x)
     return copy
@@ -657,6 +684,17 @@ def numpy_mlp(net: nn.Sequential):
     return forward
 
 
+def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> None:
+    """Fail unless acting and learning give the same outputs (B, ...), but for rounding, at observations (B, O)."""
+    acted = torch.as_tensor(acted).detach().numpy()
+    learnt = np.broadcast_to(learnt.detach().cpu().numpy(), acted.shape)
+    scale = 1 + np.abs(obs).max(axis=1) + np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)  # of each row
+    if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
+        hint = "`forward` is random or looks at a whole batch, as Dropout does, or actions have another `log_prob`"
+        hint = f"`numpy_mlp` leaves out a part of `forward`, such as a number that has changed, or {hint}"
+        fail(f"the policy that acts differs from the one that learns: {hint}")
+
+
 @torch.no_grad()
 def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     """Fail unless the acting policy, on arrays, and the learning one, on tensors, agree: both (B, O) -> (B, A).
@@ -682,8 +720,7 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
         draw, inputs = (torch.randn if isinstance(x, nn.Parameter) else torch.rand), math.prod(x.shape[1:])
         x.add_((draw(x.shape, generator=generator) / max(1, inputs) ** 0.5).to(x.device, x.dtype))
     try:  # one row on its own, since layers may look at the whole batch
-        acted = np.concatenate([acting(obs[:1]), acting(obs[1:])])
-        learnt = np.broadcast_to(learning(torch.from_numpy(obs)).numpy().copy(), acted.shape)
+        check_same(np.concatenate([acting(obs[:1]), acting(obs[1:])]), learning(torch.from_numpy(obs)), obs)
     except (ValueError, IndexError) as error:  # such as BatchNorm's for a single row
         fail(f"the policy can't act: {error}")
     finally:
@@ -691,11 +728,6 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
         for part, attributes in zip(parts, kept, strict=True):
             vars(part).clear()
             vars(part).update(attributes)
-    scale = 1 + np.abs(obs).max(axis=1) + np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)  # of each row
-    if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
-        hint = "`forward` is random or looks at a whole batch, as Dropout does, or actions have another `log_prob`"
-        hint = f"`numpy_mlp` leaves out a part of `forward`, or {hint}"
-        fail(f"the policy that acts differs from the one that learns: {hint}")
 
 
 def fail(message: str) -> NoReturn:
@@ -705,8 +737,12 @@ def fail(message: str) -> NoReturn:
 
 
 def num_cores() -> int:
-    """Number of CPU cores this process may use; on a system that does not tell, all cores."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of CPU cores this process may use, by its affinity and its container's share; if unknown, all cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        microseconds, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        cores = min(cores, math.ceil(microseconds / period))
+    return cores
 
 
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
@@ -819,17 +855,20 @@ def light_start():
     """Worker processes started in this context ignore signals, have one thread, and do not import this file.
 
     Otherwise multiprocessing imports the main module in each, and with it PyTorch: 1.6 s and 230 MB instead of 0.2 s
-    and 40 MB. So an empty module takes its place meanwhile.
+    and 40 MB. So an empty module takes its place meanwhile. This process gets its signals when the context ends.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in (signal.SIGINT, signal.SIGTERM)}
+    signals = signal.SIGINT, signal.SIGTERM
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # else what comes while they are ignored would be lost
+    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in signals}
     try:
         yield
     finally:
         sys.modules["__main__"] = main
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
 
 def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
@@ -846,6 +885,7 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
         multiprocessing.forkserver.ensure_running()  # workers, which it starts, ignore what it ignores
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, give_up)  # a constructor may hang
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
         vector = gym.vector.AsyncVectorEnv(env_fns, context="forkserver")
     atexit.register(lambda: [process.kill() for process in vector.processes])  # else a failed run may wait for them
     return vector
@@ -867,7 +907,8 @@ def warn_of_pixels(space: gym.Space, obs_dim: int) -> None:
 
 def numbers_in(info: dict) -> dict[str, float]:
     """The finite numbers of an `info`, such as is_success; not those that EnvPool keeps for itself."""
-    names = [key for key in info if isinstance(key, str) and not key.startswith(("_", "env_id", "elapsed_step"))]
+    own = {"env_id", "elapsed_step"}
+    names = [key for key in info if isinstance(key, str) and key[:1] != "_" and key not in own]
     numbers = {key: info[key] for key in names if isinstance(info[key], bool | int | float | np.bool_ | np.number)}
     is_small = {key: type(x) is not int or abs(x) < 2**63 for key, x in numbers.items()}  # others fit no float
     return {key: float(x) for key, x in numbers.items() if is_small[key] and math.isfinite(x)}
@@ -985,6 +1026,8 @@ def rollout_sizes(args: Args, num_envs: int) -> tuple[int, int]:
     batch_size = num_envs * args.num_steps
     if batch_size % args.num_minibatches:
         fail(f"num_envs * num_steps = {batch_size} rows can't be divided into {args.num_minibatches} equal minibatches")
+    if args.norm_adv and batch_size == args.num_minibatches:
+        fail("minibatches have one row, whose normalized advantage is 0: fewer --num-minibatches, or --no-norm-adv")
     if args.total_timesteps < batch_size:
         fail(f"--total-timesteps {args.total_timesteps} is less than one rollout, {batch_size} steps")
     return batch_size, args.total_timesteps // batch_size
@@ -995,8 +1038,8 @@ def validate(args: Args) -> torch.device:
     kinds = {field.name: str(field.type) for field in fields(args)}  # a float may be given as 0
     for name, value in asdict(args).items():
         least, most = LIMITS.get(name, (int(type(value) is int and "float" not in kinds[name]), math.inf))
-        if type(value) in (int, float) and not (least <= value <= most and math.isfinite(value)):
-            bound = f" and at most {most}" if most < math.inf else " and finite" * (type(value) is float)
+        if type(value) in (int, float) and not (least <= value <= most and abs(value) < 3e38):  # float32 ends there
+            bound = f" and at most {most}" if most < math.inf else " and less than 3e38" * (type(value) is float)
             fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}")
     for how in ("sync", "async"):
         if vars(args).get(f"{how}_envs") and vars(args).get("env_backend") == "envpool":
@@ -1079,10 +1122,11 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
 
 def new_folder(name: str) -> Path:
     """Make runs/NAME__SECONDS; of several runs that start in the same second, all but one wait for the next."""
+    Path("runs").mkdir(exist_ok=True)
     while True:
         folder = Path("runs", f"{name}__{int(time.time())}".replace("/", "_").replace(":", "_"))
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
         time.sleep(0.1)
 
@@ -1143,6 +1187,10 @@ class Run:
                 part.load_state_dict(self.checkpoint[name])
         except (KeyError, RuntimeError, ValueError) as error:
             fail(f"can't resume {self.args.resume}: its checkpoint is of another version of this file: {error}")
+        saved = self.checkpoint["args"].items()
+        rates = {x: getattr(self.args, name) for name, x in saved if name.endswith(("learning_rate", "_lr"))}
+        for group in [group for part in self.state.values() for group in getattr(part, "param_groups", ())]:
+            group["lr"] = rates.get(group["lr"], group["lr"])  # of torch.optim, which has taken the old rate back
         rng = self.checkpoint["rng"]
         random.setstate(rng["python"])
         np.random.set_state(tuple(rng["numpy"]))
@@ -1184,14 +1232,16 @@ class Run:
     def open_files(self) -> None:
         """Write the configuration or, to resume, cut the log back to the checkpoint; then open the log to append."""
         log, config, lines = self.dir / "metrics.jsonl", self.dir / "config.json", []
-        old = log.open("a" if self.args.resume else "x")  # "x": of two runs that begin here at once, one fails
+        mode = "a+" if self.args.resume else "x+"  # "x": of two runs that begin here at once, one fails
+        old = log.open(mode, errors="replace")  # closing any other handle of this file would end its lock
         if not lock(old):
             fail(f"another process is training {self.dir}: end it first")
         git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
         commit = subprocess.getoutput(git) or None
         blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
         if not self.args.resume:
-            installed = filter(importlib.util.find_spec, "torch tensordict gymnasium envpool numpy ray".split())
+            libraries = "torch tensordict gymnasium envpool numpy ray".split()
+            installed = [x for x in libraries if importlib.util.find_spec(x) and [*distributions(name=x)]]
             values = {
                 "script": Path(__file__).name,
                 "blob": blob,
@@ -1215,7 +1265,8 @@ class Run:
         values.setdefault("id", os.urandom(8).hex())  # in Weights & Biases
         config.with_suffix(".tmp").write_text(json.dumps(values, indent=2) + "\n")
         config.with_suffix(".tmp").replace(config)
-        for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
+        old.seek(0)
+        for line in old.read().splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line is left out
                 lines += [line + "\n"] if json.loads(line)["global_step"] <= self.step else []
         log.with_suffix(".tmp").write_text("".join(lines))
@@ -1245,7 +1296,7 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Write a line, with means over the episodes since the one before, and save if due; once per step at most."""
+        """Write a line, with means over the episodes that ended since the last line, and save if that is due."""
         seconds = time.perf_counter() - self.start_time
         metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
@@ -1257,10 +1308,10 @@ class Run:
         for name, value in metrics.items():
             if not math.isfinite(value):
                 sys.exit(f"error: {name} is {value} at step {self.step}; {self.hint()}")
-            if self.writer:
-                self.writer.add_scalar(name, value, self.step)
         line = {"global_step": self.step, "seconds": round(seconds, 3), **metrics}
         try:
+            for name, value in metrics.items() if self.writer else ():
+                self.writer.add_scalar(name, value, self.step)
             self.file.write(json.dumps(line, default=float) + "\n")
         except OSError as error:
             sys.exit(f"error: can't write the log: {error}; {self.hint()}")
@@ -1296,7 +1347,8 @@ class Run:
 
     def hint(self) -> str:
         """How to go on once the run has ended."""
-        return f"to go on from step {self.saved_step}: --resume {self.dir}" if self.saved_step else "nothing saved yet"
+        run = shlex.quote(str(self.dir))
+        return f"to go on from step {self.saved_step}: --resume {run}" if self.saved_step else "nothing saved yet"
 
     def goes_on(self) -> bool:
         return self.step < self.args.total_timesteps and self.stopped_by is None
@@ -1304,7 +1356,8 @@ class Run:
     def is_due(self) -> bool:
         """Whether to log now: a log line or a checkpoint, which comes with a log line, is due, or the run ends."""
         intervals = (self.args.log_every, self.checkpoint_every)
-        return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
+        is_due = not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
+        return is_due and self.step > self.logged_step  # not twice for a step, as rows of resets do not count
 
     def stop_if_asked(self) -> None:
         """After a signal, end the run now, without another update; save the last one."""

@@ -44,7 +44,7 @@ from collections import OrderedDict, defaultdict, deque
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from types import ModuleType
 from typing import Literal, NoReturn
@@ -78,7 +78,7 @@ class Args:
 
     # environment
     env_id: str = "HalfCheetah-v4"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several environments, if faster
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several, unless steps are quick
     sync_envs: bool = False  # step all environments in this process, in turn: best where a step takes microseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps in the whole run
@@ -200,6 +200,7 @@ def train(args: Args) -> Path:
     low, high = bounded_actions(envs.action_space)
     action_dim = len(low)
     actor = Actor(envs.obs_dim, envs.action_space, args.bf16).to(device)
+    refuse_batch_norm(actor)
     critics = nn.ModuleList(Critic(envs.obs_dim, action_dim, args.bf16) for _ in range(2)).to(device)
     temperature = Temperature(1.0 if args.autotune else args.alpha).to(device)
 
@@ -229,8 +230,8 @@ def train(args: Args) -> Path:
         q = q_values(critics, obs, action)
         critic_losses = (q - target_q).square().mean(1)
         critic_optimizer.step(torch.autograd.grad(critic_losses.sum(), critic_optimizer.weights))
-        is_due = num_updates.add_(1) % args.target_network_frequency == 0  # whether targets move in this update
-        move_towards(target_weights, critic_optimizer.weights, args.tau * is_due, layer_buffers)
+        targets_move = num_updates.add_(1) % args.target_network_frequency == 0  # a tensor, in which True counts as 1
+        move_towards(target_weights, critic_optimizer.weights, args.tau * targets_move, layer_buffers)
         return obs, *q.detach().mean(1), *critic_losses.detach(), critic_losses.detach().mean()
 
     def step_actor(obs: Tensor) -> tuple[Tensor, ...]:
@@ -305,8 +306,8 @@ def load_policy(checkpoint: dict, envs: "Envs"):
 
     @torch.no_grad()
     def policy(obs: np.ndarray) -> np.ndarray:
-        mean, _ = actor(torch.from_numpy(obs.astype(np.float32)))
-        return (actor.center + actor.scale * mean.tanh()).numpy().clip(*bounds)  # rounding may exceed them
+        action, _ = actor.sample(torch.from_numpy(obs.astype(np.float32)), torch.zeros(len(obs), len(actor.scale)))
+        return action.numpy().clip(*bounds)  # rounding may exceed them
 
     return policy
 
@@ -319,7 +320,7 @@ def free_memory(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free, group = math.inf, Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, KeyError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = 1024 * int(dict(line.split()[:2] for line in lines)["MemAvailable:"])
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
@@ -361,14 +362,27 @@ class ReplayBuffer(nn.Module):
     def state_dict(self) -> dict:
         """The rows in use, not copied; through NumPy, since torch.save writes the whole tensor of a slice."""
         rows = self.rows[: int(self.num_written)]
-        others = {name: x.cpu() for name, x in vars(self).items() if isinstance(x, Tensor) and x is not self.rows}
+        others = {name: torch.as_tensor(vars(self)[name]).cpu() for name in self.changing()}
         return super().state_dict() | others | {"rows": torch.from_numpy(rows.cpu().numpy())}
 
     def load_state_dict(self, state: dict) -> None:
         super().load_state_dict({name: state[name] for name in super().state_dict()})
         self.rows[: len(state["rows"])] = state["rows"]
-        for name in [name for name, x in vars(self).items() if isinstance(x, Tensor) and x is not self.rows]:
-            vars(self)[name].copy_(state[name])  # `num_written`, and tensors of your own, such as priorities
+        for name, x in [(name, vars(self)[name]) for name in self.changing()]:
+            if isinstance(x, Tensor):
+                x.copy_(state[name])
+            else:
+                vars(self)[name] = state[name].numpy() if isinstance(x, np.ndarray) else type(x)(state[name].item())
+
+    def changing(self) -> list[str]:
+        """Names of `num_written` and of what you have added, such as priorities: tensors, arrays, numbers."""
+        own = {name: x for name, x in vars(self).items() if name not in {*vars(nn.Module()), "rows", "widths"}}
+        fixed = str | tuple | torch.device | torch.dtype | None
+        own = {name: x for name, x in own.items() if not isinstance(x, fixed) and not callable(x)}
+        for name, x in own.items():
+            if not isinstance(x, Tensor | np.ndarray | np.generic | bool | int | float):
+                fail(f"`{name}` of the replay buffer can't be saved: make it a tensor, an array or a number")
+        return [*own]
 
 
 @torch.no_grad()
@@ -394,7 +408,7 @@ class Courier:
     """
 
     def __init__(self, act, action_dim: int, device: torch.device):
-        self.act, self.action_dim, self.device, self.action = act, action_dim, device, None
+        self.act, self.action_dim, self.device, self.action, self.asked = act, action_dim, device, None, None
         self.has_come = torch.cuda.Event() if device.type == "cuda" else None
 
     def send(self, array: np.ndarray) -> Tensor:
@@ -405,10 +419,11 @@ class Courier:
     def ask(self, obs: np.ndarray) -> None:
         """Queue an action for observations (N, O) with the current weights, ahead of any later work on the device.
 
-        NumPy draws the acting noise and PyTorch the learning noise, so it does not matter which is drawn first.
-        Do not ask before a log line, where a checkpoint may be saved: the resumed run would draw this noise again.
+        NumPy draws the acting noise and PyTorch the learning noise, so it does not matter which is drawn first (with
+        `Dropout` in the actor, which draws PyTorch's, it does). Do not ask before a log line, where a checkpoint may be
+        saved: the resumed run would draw this noise again.
         """
-        noise = np.random.standard_normal((len(obs), self.action_dim))
+        noise, self.asked = np.random.standard_normal((len(obs), self.action_dim)), obs.copy()
         action = self.act(self.send(obs.astype(np.float32)), self.send(noise.astype(np.float32)))
         self.action = action.to("cpu", non_blocking=True)  # into pinned memory
         if self.has_come is not None:
@@ -418,6 +433,8 @@ class Courier:
         """The action (N, A) for these observations, requested before with `ask` or now. The host waits here."""
         if self.action is None:
             self.ask(obs)
+        if not np.array_equal(obs, self.asked):
+            fail("`courier.answer` got other observations than `courier.ask`: change both, or leave out `ask`")
         if self.has_come is not None:
             self.has_come.synchronize()
         action, self.action = self.action.numpy(), None
@@ -513,8 +530,12 @@ def fail(message: str) -> NoReturn:
 
 
 def num_cores() -> int:
-    """Number of CPU cores this process may use; on a system that does not tell, all cores."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of CPU cores this process may use, by its affinity and its container's share; if unknown, all cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        microseconds, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        cores = min(cores, math.ceil(microseconds / period))
+    return cores
 
 
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
@@ -627,17 +648,20 @@ def light_start():
     """Worker processes started in this context ignore signals, have one thread, and do not import this file.
 
     Otherwise multiprocessing imports the main module in each, and with it PyTorch: 1.6 s and 230 MB instead of 0.2 s
-    and 40 MB. So an empty module takes its place meanwhile.
+    and 40 MB. So an empty module takes its place meanwhile. This process gets its signals when the context ends.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in (signal.SIGINT, signal.SIGTERM)}
+    signals = signal.SIGINT, signal.SIGTERM
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # else what comes while they are ignored would be lost
+    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in signals}
     try:
         yield
     finally:
         sys.modules["__main__"] = main
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
 
 def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
@@ -654,6 +678,7 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
         multiprocessing.forkserver.ensure_running()  # workers, which it starts, ignore what it ignores
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, give_up)  # a constructor may hang
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
         vector = gym.vector.AsyncVectorEnv(env_fns, context="forkserver")
     atexit.register(lambda: [process.kill() for process in vector.processes])  # else a failed run may wait for them
     return vector
@@ -675,7 +700,8 @@ def warn_of_pixels(space: gym.Space, obs_dim: int) -> None:
 
 def numbers_in(info: dict) -> dict[str, float]:
     """The finite numbers of an `info`, such as is_success; not those that EnvPool keeps for itself."""
-    names = [key for key in info if isinstance(key, str) and not key.startswith(("_", "env_id", "elapsed_step"))]
+    own = {"env_id", "elapsed_step"}
+    names = [key for key in info if isinstance(key, str) and key[:1] != "_" and key not in own]
     numbers = {key: info[key] for key in names if isinstance(info[key], bool | int | float | np.bool_ | np.number)}
     is_small = {key: type(x) is not int or abs(x) < 2**63 for key, x in numbers.items()}  # others fit no float
     return {key: float(x) for key, x in numbers.items() if is_small[key] and math.isfinite(x)}
@@ -788,10 +814,18 @@ class Envs:
             self.vector.close(**{"timeout": 5} if isinstance(self.vector, gym.vector.AsyncVectorEnv) else {})
 
 
+def refuse_batch_norm(actor: nn.Module) -> None:
+    """SystemExit(2) for BatchNorm in the actor: actions would depend on what the other environments do at that time."""
+    if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in actor.modules()):
+        fail("BatchNorm in the actor would mix the observations of all environments: LayerNorm works")
+
+
 def bounded_actions(space: gym.Space) -> tuple[np.ndarray, np.ndarray]:
     """Lowest and highest action, (A,) each; SystemExit(2) unless the space is a Box of floats with finite bounds."""
     if not isinstance(space, gym.spaces.Box) or space.dtype.kind != "f" or not space.is_bounded():
         fail(f"actions are {space}; this script is for a Box of floats with finite bounds")
+    if not (np.abs([space.low, space.high]) < 1e38).all():
+        fail(f"actions are {space}, whose bounds are too far apart for float32: scale them in `wrap`")
     if (space.low == space.high).any():
         fail(f"actions are {space}: where both bounds are equal there is nothing to learn; leave that dimension out")
     return space.low.reshape(-1), space.high.reshape(-1)
@@ -820,8 +854,8 @@ def validate(args: Args) -> torch.device:
     kinds = {field.name: str(field.type) for field in fields(args)}  # a float may be given as 0
     for name, value in asdict(args).items():
         least, most = LIMITS.get(name, (int(type(value) is int and "float" not in kinds[name]), math.inf))
-        if type(value) in (int, float) and not (least <= value <= most and math.isfinite(value)):
-            bound = f" and at most {most}" if most < math.inf else " and finite" * (type(value) is float)
+        if type(value) in (int, float) and not (least <= value <= most and abs(value) < 3e38):  # float32 ends there
+            bound = f" and at most {most}" if most < math.inf else " and less than 3e38" * (type(value) is float)
             fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}")
     for how in ("sync", "async"):
         if vars(args).get(f"{how}_envs") and vars(args).get("env_backend") == "envpool":
@@ -904,10 +938,11 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
 
 def new_folder(name: str) -> Path:
     """Make runs/NAME__SECONDS; of several runs that start in the same second, all but one wait for the next."""
+    Path("runs").mkdir(exist_ok=True)
     while True:
         folder = Path("runs", f"{name}__{int(time.time())}".replace("/", "_").replace(":", "_"))
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
         time.sleep(0.1)
 
@@ -968,6 +1003,10 @@ class Run:
                 part.load_state_dict(self.checkpoint[name])
         except (KeyError, RuntimeError, ValueError) as error:
             fail(f"can't resume {self.args.resume}: its checkpoint is of another version of this file: {error}")
+        saved = self.checkpoint["args"].items()
+        rates = {x: getattr(self.args, name) for name, x in saved if name.endswith(("learning_rate", "_lr"))}
+        for group in [group for part in self.state.values() for group in getattr(part, "param_groups", ())]:
+            group["lr"] = rates.get(group["lr"], group["lr"])  # of torch.optim, which has taken the old rate back
         rng = self.checkpoint["rng"]
         random.setstate(rng["python"])
         np.random.set_state(tuple(rng["numpy"]))
@@ -1009,14 +1048,16 @@ class Run:
     def open_files(self) -> None:
         """Write the configuration or, to resume, cut the log back to the checkpoint; then open the log to append."""
         log, config, lines = self.dir / "metrics.jsonl", self.dir / "config.json", []
-        old = log.open("a" if self.args.resume else "x")  # "x": of two runs that begin here at once, one fails
+        mode = "a+" if self.args.resume else "x+"  # "x": of two runs that begin here at once, one fails
+        old = log.open(mode, errors="replace")  # closing any other handle of this file would end its lock
         if not lock(old):
             fail(f"another process is training {self.dir}: end it first")
         git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
         commit = subprocess.getoutput(git) or None
         blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
         if not self.args.resume:
-            installed = filter(importlib.util.find_spec, "torch tensordict gymnasium envpool numpy ray".split())
+            libraries = "torch tensordict gymnasium envpool numpy ray".split()
+            installed = [x for x in libraries if importlib.util.find_spec(x) and [*distributions(name=x)]]
             values = {
                 "script": Path(__file__).name,
                 "blob": blob,
@@ -1040,7 +1081,8 @@ class Run:
         values.setdefault("id", os.urandom(8).hex())  # in Weights & Biases
         config.with_suffix(".tmp").write_text(json.dumps(values, indent=2) + "\n")
         config.with_suffix(".tmp").replace(config)
-        for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
+        old.seek(0)
+        for line in old.read().splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line is left out
                 lines += [line + "\n"] if json.loads(line)["global_step"] <= self.step else []
         log.with_suffix(".tmp").write_text("".join(lines))
@@ -1070,7 +1112,7 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Write a line, with means over the episodes since the one before, and save if due; once per step at most."""
+        """Write a line, with means over the episodes that ended since the last line, and save if that is due."""
         seconds = time.perf_counter() - self.start_time
         metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
@@ -1082,10 +1124,10 @@ class Run:
         for name, value in metrics.items():
             if not math.isfinite(value):
                 sys.exit(f"error: {name} is {value} at step {self.step}; {self.hint()}")
-            if self.writer:
-                self.writer.add_scalar(name, value, self.step)
         line = {"global_step": self.step, "seconds": round(seconds, 3), **metrics}
         try:
+            for name, value in metrics.items() if self.writer else ():
+                self.writer.add_scalar(name, value, self.step)
             self.file.write(json.dumps(line, default=float) + "\n")
         except OSError as error:
             sys.exit(f"error: can't write the log: {error}; {self.hint()}")
@@ -1121,7 +1163,8 @@ class Run:
 
     def hint(self) -> str:
         """How to go on once the run has ended."""
-        return f"to go on from step {self.saved_step}: --resume {self.dir}" if self.saved_step else "nothing saved yet"
+        run = shlex.quote(str(self.dir))
+        return f"to go on from step {self.saved_step}: --resume {run}" if self.saved_step else "nothing saved yet"
 
     def goes_on(self) -> bool:
         return self.step < self.args.total_timesteps and self.stopped_by is None
@@ -1129,7 +1172,8 @@ class Run:
     def is_due(self) -> bool:
         """Whether to log now: a log line or a checkpoint, which comes with a log line, is due, or the run ends."""
         intervals = (self.args.log_every, self.checkpoint_every)
-        return not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
+        is_due = not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
+        return is_due and self.step > self.logged_step  # not twice for a step, as rows of resets do not count
 
     def stop_if_asked(self) -> None:
         """After a signal, end the run now, without another update; save the last one."""

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
 import weakref
@@ -24,7 +25,7 @@ import pytest
 import tiny_envs
 import torch
 from gymnasium.spaces import Box, Dict, Discrete, Sequence, Tuple
-from helpers import COMPILED, EAGER, ONE_OF_EACH_KIND, SCRIPTS, defining, discrete, has_pool, load, on_policy
+from helpers import COMPILED, EAGER, ONE_OF_EACH_KIND, ROOT, SCRIPTS, defining, discrete, has_pool, load, on_policy
 
 each_script = pytest.mark.parametrize("name", EAGER)
 each_kind = pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
@@ -169,6 +170,7 @@ def test_environment_gets_a_copy_of_its_action():
 
 
 SPACES = {
+    "Vast": Box(-3e38, 3e38, (2,)),
     "Flat": Box(np.float32([-1, 0.5]), np.float32([1, 0.5])),
     "Whole": Box(-3, 3, (2,), dtype=np.int64),
     "Open": Box(-np.inf, np.inf, (2,)),
@@ -405,8 +407,67 @@ def test_free_memory_of_a_container_counts_what_the_kernel_can_drop(monkeypatch)
     stat = {f"{GROUP}.stat": "anon 100000\nfile 700000\ninactive_file 600000\nactive_file 100000\n"}
     assert free_memory_by(monkeypatch, MEMINFO | limit | stat) >= 700_000
 
+    assert free_memory_by(monkeypatch, {"/proc/meminfo": "MemTotal:  9000 kB\n"}) == math.inf
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 8), ("150000 100000", 2), ("50000 100000", 1), (None, 8)])
+def test_cores_are_those_that_a_container_may_use(monkeypatch, quota, cores):
+    def read_text(path):
+        assert str(path) == "/sys/fs/cgroup/cpu.max"
+        if quota is None:
+            raise FileNotFoundError
+        return quota + "\n"
+
+    script = defining("num_cores")
+    with monkeypatch.context() as patch:
+        patch.setattr(script.os, "sched_getaffinity", lambda _: set(range(8)))
+        patch.setattr(Path, "read_text", read_text)
+        assert script.num_cores() == cores
+
 
 # Files
+
+
+def test_a_full_disk_ends_the_run_in_one_line_with_tensorboard_too(train, monkeypatch):
+    def add_scalar(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", add_scalar)
+    with pytest.raises(SystemExit) as end:
+        train("ppo", tensorboard=True)
+    assert end.value.code.startswith("error: can't write the log: ") and "\n" not in end.value.code
+
+
+def test_runs_that_leads_nowhere_is_refused(tmp_path):
+    """A link to a disk that is not there: the run would wait for ever for a free name."""
+    (tmp_path / "runs").symlink_to(tmp_path / "scratch")
+    process = helpers.start("ppo", *helpers.flags("ppo"), cwd=tmp_path)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2 and "error: can't use the run folder runs" in errors and "Traceback" not in errors
+
+
+def test_the_lock_of_a_log_is_not_lost_while_it_is_read(tmp_path, monkeypatch):
+    """POSIX drops it when any handle of the file is closed."""
+    run, write_text, codes = helpers.train("ppo", tmp_path / "run", total_timesteps=64), Path.write_text, []
+    code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+
+    def check_and_write(path, *args):
+        if path.name == "metrics.tmp":
+            command = [sys.executable, "-c", code, run.run_dir / "metrics.jsonl"]
+            codes.append(subprocess.run(command, capture_output=True).returncode)
+        return write_text(path, *args)
+
+    monkeypatch.setattr(Path, "write_text", check_and_write)
+    helpers.call("ppo", resume=str(run.run_dir), total_timesteps=128, device="cpu")
+    assert codes == [1]
+
+
+def test_how_to_go_on_can_be_pasted(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny_envs, "EVENT", "SIGTERM@300")
+    monkeypatch.setattr("sys.stderr", output := io.StringIO())
+    with pytest.raises(SystemExit):
+        helpers.train("ppo", tmp_path / "a b", env_id=env_id("Slow", "ppo"), checkpoint_every=64)
+    assert f"--resume '{tmp_path / 'a b'}'" in output.getvalue()
 
 
 @each_kind
@@ -600,6 +661,40 @@ def test_sigterm_to_the_process_group_ends_the_run_whole(tmp_path, name):
     wait_until(lambda: not processes_of(process.pid), 5)
 
 
+WAITS = """
+import os, signal, sys, threading
+sys.path.insert(0, {scripts!r})
+import ppo
+seen = []
+for signum in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(signum, lambda signum, _: seen.append(signum))
+with ppo.light_start():
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+assert sorted(seen) == [signal.SIGINT, signal.SIGTERM], seen
+"""
+
+
+def test_a_signal_is_not_lost_while_workers_start(tmp_path):
+    """When they are ignored, for the workers to inherit that."""
+    code = WAITS.format(scripts=str(ROOT / "scripts"))
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=tmp_path)
+
+
+def test_a_signal_that_ends_the_compiler_is_no_code_that_cannot_be_compiled(monkeypatch, capsys):
+    """Ctrl-C reaches g++, too. Without a signal it is."""
+
+    def compiled():
+        raise torch._dynamo.exc.TorchDynamoException("CppCompileError: C++ compile error")
+
+    call = load("ppo_torchcompile").tensors_only(compiled)
+    for handlers, code in (({signal.SIGINT: signal.SIG_DFL}, 130), ({}, 2)):
+        monkeypatch.setattr(signal, "getsignal", lambda signum, known=handlers: known.get(signum, print))
+        with pytest.raises(SystemExit) as end:
+            call()
+        assert end.value.code == code and ("can't be compiled" in capsys.readouterr().err) == (code == 2)
+
+
 HANGS = """
 import multiprocessing, pathlib, time
 import gymnasium as gym
@@ -617,12 +712,19 @@ gym.register("Hang-v0", Hang)
 
 
 @pytest.mark.parametrize(
-    ("signum", "in_worker"), [(signal.SIGINT, True), (signal.SIGTERM, True), (signal.SIGINT, False)]
+    ("name", "signum", "in_worker"),
+    [
+        ("ppo", signal.SIGINT, True),
+        ("ppo", signal.SIGTERM, True),
+        ("ppo", signal.SIGINT, False),
+        ("ppo_env_pool", signal.SIGINT, True),
+    ],
 )
-def test_a_signal_ends_a_run_whose_environments_are_never_made(tmp_path, signum, in_worker):
+def test_a_signal_ends_a_run_whose_environments_are_never_made(tmp_path, name, signum, in_worker):
     """Workers ignore signals, which a terminal sends to all; the run does not, and takes them along."""
     (tmp_path / "hanging.py").write_text(HANGS.format(in_worker=in_worker))
-    process = helpers.start("ppo", "--env-id", "hanging:Hang-v0", "--num-envs", "2", "--run-dir", "run", cwd=tmp_path)
+    count = "--num-workers" if has_pool(name) else "--num-envs"
+    process = helpers.start(name, "--env-id", "hanging:Hang-v0", count, "2", "--run-dir", "run", cwd=tmp_path)
     wait_until((tmp_path / "hangs").exists)
     time.sleep(0.5)
     os.killpg(process.pid, signum)
@@ -640,6 +742,23 @@ def test_signal_does_not_wait_for_the_end_of_a_rollout(train, monkeypatch, tmp_p
         train(name, env_id=env_id("Slow", name), num_steps=2048, total_timesteps=2048)
     assert end.value.code == 143 and time.monotonic() - start < 10
     assert (tmp_path / "run0/metrics.jsonl").read_text() == ""
+
+
+def test_dqn_ends_at_its_number_of_steps(train):
+    """Also within the steps between two updates."""
+    assert train("dqn", total_timesteps=205, num_envs=1).checkpoint["global_step"] == 205
+
+
+def test_no_step_has_two_lines():
+    """A step that only resets an environment does not count."""
+    state = {"goes_on": lambda: False, "checkpoint_every": 1, "args": SimpleNamespace(log_every=1), "logged_step": 5}
+    is_due = load("dqn").Run.is_due
+    assert not is_due(SimpleNamespace(step=5, **state)) and is_due(SimpleNamespace(step=6, **state))
+
+
+def test_only_names_that_envpool_keeps_for_itself_are_left_out_of_the_log():
+    info = {"env_id": 3, "elapsed_step": 4, "_x": 5, "env_idle_time": 1, "elapsed_steps_total": 2}
+    assert defining("numbers_in").numbers_in(info) == {"env_idle_time": 1, "elapsed_steps_total": 2}
 
 
 # The machine

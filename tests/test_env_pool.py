@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import helpers
@@ -197,6 +198,25 @@ def test_fault_is_noticed_and_costs_one_row(make_pool, capfd, fault, text):
     assert ("in move" in errors) == (fault == RAISE)  # of its traceback
     rows, _ = exchange(pool, dict.fromkeys(range(4), QUICK), 4)
     assert pool.restarts == 1 and not any(row[4] for row in rows.values())
+
+
+def test_workers_that_were_suspended_with_the_run_are_not_taken_for_hung(make_pool, monkeypatch):
+    """As by Ctrl-Z, or by a scheduler, for longer than a step may take."""
+    pool, late = make_pool("Task-v0", 2, step_timeout=5), [0.0]
+    pool.reset()
+    monkeypatch.setattr(POOL, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late[0]))
+    poller = pool.poller
+
+    def poll(_milliseconds):
+        late[0] += 100 * (late[0] == 0)
+        return []
+
+    pool.send(np.array([QUICK, QUICK]), np.arange(2))
+    monkeypatch.setattr(pool, "poller", SimpleNamespace(poll=poll))
+    pool.listen()
+    monkeypatch.setattr(pool, "poller", poller)
+    *_, lost, ids = pool.recv(2)
+    assert pool.restarts == 0 and ids.tolist() == [0, 1] and not lost.any()
 
 
 @pytest.mark.alone

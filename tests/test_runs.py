@@ -424,7 +424,7 @@ def test_wrong_kind_of_actions_is_refused(refused, name):
 WRONG = [
     ("num_envs", 0), ("num_envs", -1), ("num_steps", 0), ("total_timesteps", 0), ("batch_size", 0),
     ("num_workers", 0), ("envs_per_worker", -1), ("ready_batch", -1), ("ready_batch", 2), ("step_timeout", 0.0),
-    ("checkpoint_every", 0), ("gamma", 1.5), ("gamma", math.nan), ("learning_rate", math.inf),
+    ("checkpoint_every", 0), ("gamma", 1.5), ("gamma", math.nan), ("learning_rate", math.inf), ("learning_rate", 1e39),
 ]  # fmt: skip
 
 
@@ -440,6 +440,9 @@ def test_settings_that_cannot_work_are_refused(refused, name, field, value):
 def test_rollouts_that_do_not_come_out_even_are_refused(refused, name):
     assert "minibatches" in refused(name, num_minibatches=7)
     assert "rollout" in refused(name, total_timesteps=63)
+    size = {} if has_pool(name) else {"num_envs": 1}
+    one_row = {"num_steps": 8, "num_minibatches": 8 * helpers.settings_of(name, size).get("num_workers", 1)}
+    assert "one row" in refused(name, **size, **one_row)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -203,8 +203,8 @@ TD3 = (
         "critics stacked",
         texts=(
             (
-                "    modules = {True: critics[0], False: deepcopy(critics[0]).eval()}  "
-                "# what vmap runs, by the mode of the weights\n"
+                "    nets = {True: critics[0], False: deepcopy(critics[0]).eval()}  "
+                "# the network that vmap runs: in training mode or not\n"
                 "    critics = TensorDictParams(from_modules(*critics).apply("
                 "lambda x: x.mT.contiguous() if x.ndim == 3 else x))\n",
                 "",
@@ -212,12 +212,17 @@ TD3 = (
             (
                 "        weights = {name: stack.mT if stack.ndim == 3 else stack for name, stack in "
                 'ensemble.flatten_keys(".").items()}\n'
-                '        net = modules[getattr(ensemble, "training", critics.training)]  # a slice has no mode of its '
-                "own\n"
+                '        net = nets[getattr(ensemble, "training", critics.training)]  '
+                "# a slice has no mode of its own\n"
                 "        call = torch.vmap(partial(functional_call, net), in_dims=(0, None), "
                 'randomness="different")  # for dropout\n'
                 "        return call(weights, (obs, action))\n",
                 "        return torch.stack([critic(obs, action) for critic in ensemble])\n",
+            ),
+            (
+                "    refuse_layers(critics, target_critics)  "
+                "# compile: a stack has none, so a loop over them would change nothing\n",
+                "",
             ),
         ),
         is_compiled=True,
