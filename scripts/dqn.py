@@ -549,6 +549,7 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
         threading.Thread(target=end_with_parent, daemon=True).start()
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # for programs that it starts
     warnings.filterwarnings("ignore", ".*out of date")  # about old ids, which published results use
     if "mujoco" in str(env):
         importlib.import_module("mujoco").set_mju_user_warning(show_warning)

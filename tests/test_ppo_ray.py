@@ -428,7 +428,7 @@ def test_settings_that_cannot_work_are_refused(capfd):
         return helpers.refused(SCRIPT, capfd, **SMALL | settings)
 
     assert "--rollout first-ready is for --num-runners 1 or more" in refused(num_runners=0, rollout="first-ready")
-    for settings in {"num_runners": 3}, {"num_runners": 2, "num_minibatches": 64}:
+    for settings in {"num_runners": 3}, {"num_runners": 2, "num_minibatches": 64, "norm_adv": False}:
         assert "--num-learners 2 must divide --num-runners, and --num-minibatches" in refused(
             num_learners=2, **settings
         )
