@@ -46,6 +46,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from importlib.metadata import distributions, version
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Literal, NoReturn
@@ -79,7 +80,7 @@ class Args:
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several, unless steps are quick
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several (rule: docs/ppo.md)
     sync_envs: bool = False  # step all environments in this process, in turn: best where a step takes microseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 500_000  # environment steps in the whole run
@@ -188,7 +189,7 @@ def train(args: Args) -> Path:
     first_update = args.learning_starts + (0 if args.save_replay else run.step)
     while run.goes_on():
         steps = []
-        while run.goes_on() and run.step < (run.num_updates + 1) * args.train_frequency:
+        while not steps or (run.goes_on() and run.step < (run.num_updates + 1) * args.train_frequency):
             # Act
             epsilon = linear_schedule(args.epsilon_start, args.epsilon_end, exploration_steps, run.step)
             action = q_values(obs.astype(np.float32)).argmax(1)
@@ -217,14 +218,14 @@ def train(args: Args) -> Path:
             if run.num_updates % steps_per_move == 0:
                 layer_buffers = zip(target_network.buffers(), network.buffers(), strict=True)
                 move_towards(list(target_network.parameters()), optimizer.weights, args.tau, layer_buffers)
-        if collector is not network and run.step > first_update:
+        if collector is not network:
             copy_to_cpu(network, collector)
 
         # Log
         if run.is_due():
             # What acts must be what learns, even if this loop changes a number that `forward` reads
-            learnt = deepcopy(network)(torch.from_numpy(obs).to(device, torch.float32))  # a layer may keep statistics
-            check_same(q_values(obs.astype(np.float32)), learnt, obs)
+            rows = obs.astype(np.float32)
+            check_same(q_values(rows), outputs_of(network, torch.from_numpy(rows).to(device)), rows)
             metrics = {} if losses is None else dict(zip(METRICS, losses.tolist(), strict=True))
             run.log({**metrics, "charts/epsilon": epsilon})
     return run.close()
@@ -287,28 +288,26 @@ class ReplayBuffer(nn.Module):
 
     def state_dict(self) -> dict:
         """The rows in use, not copied; through NumPy, since torch.save writes the whole tensor of a slice."""
-        rows = self.rows[: int(self.num_written)]
-        others = {name: torch.as_tensor(vars(self)[name]).cpu() for name in self.changing()}
+        rows, others = self.rows[: int(self.num_written)], self.additions()
+        for name, x in others.items():
+            if isinstance(x, Tensor | np.ndarray | np.generic):
+                others[name] = x.cpu() if isinstance(x, Tensor) else torch.from_numpy(np.array(x))
         return super().state_dict() | others | {"rows": torch.from_numpy(rows.cpu().numpy())}
 
     def load_state_dict(self, state: dict) -> None:
         super().load_state_dict({name: state[name] for name in super().state_dict()})
         self.rows[: len(state["rows"])] = state["rows"]
-        for name, x in [(name, vars(self)[name]) for name in self.changing()]:
-            if isinstance(x, Tensor):
-                x.copy_(state[name])
+        for name, x in self.additions().items():
+            if isinstance(x, Tensor | np.ndarray):  # in place, as others may share their memory
+                x[...] = state[name] if isinstance(x, Tensor) else state[name].numpy()
             else:
-                vars(self)[name] = state[name].numpy() if isinstance(x, np.ndarray) else type(x)(state[name].item())
+                vars(self)[name] = type(x)(state[name].item()) if isinstance(x, np.generic) else state[name]
 
-    def changing(self) -> list[str]:
-        """Names of `num_written` and of what you have added, such as priorities: tensors, arrays, numbers."""
+    def additions(self) -> dict:
+        """`num_written`, and what you have added, such as priorities: all attributes that may change."""
+        fixed = Args | str | tuple | torch.device | torch.dtype | None
         own = {name: x for name, x in vars(self).items() if name not in {*vars(nn.Module()), "rows", "widths"}}
-        fixed = str | tuple | torch.device | torch.dtype | None
-        own = {name: x for name, x in own.items() if not isinstance(x, fixed) and not callable(x)}
-        for name, x in own.items():
-            if not isinstance(x, Tensor | np.ndarray | np.generic | bool | int | float):
-                fail(f"`{name}` of the replay buffer can't be saved: make it a tensor, an array or a number")
-        return [*own]
+        return {name: x for name, x in own.items() if not isinstance(x, fixed) and not callable(x)}
 
 
 @torch.no_grad()
@@ -335,8 +334,8 @@ def is_plain(x) -> bool:
 
 @torch.no_grad()
 def copy_attributes(module: nn.Module, copy: nn.Module) -> nn.Module:
-    """Give the copy that acts what a `state_dict` leaves out: attributes of modules that are tensors, numbers, arrays
-    or containers of these, and buffers that are not saved. They may change. Returns the copy.
+    """Give the copy that acts what a `state_dict` leaves out: buffers that are not saved, and attributes of modules
+    that are tensors, numbers, arrays, or containers of the last two. They may change. Returns the copy.
     """
     device, internal = next(copy.parameters()).device, vars(nn.Module())
     for part, its_copy in zip(module.modules(), copy.modules(), strict=True):
@@ -455,14 +454,14 @@ def compiled(device: torch.device, *functions, **more_options):
 def check_adam() -> None:
     """Refuse an `Adam` whose formula, for compiled code, and kernel differ, as after a change of one of them.
 
-    It raises the numbers of both, so that a new one which is 0 by default, such as `weight_decay`, has an effect.
+    Numbers that are 0 are raised in both, so that one of your own, such as `weight_decay`, has an effect.
     """
     values = torch.linspace(-1, 1, 8)
     nets = [nn.ParameterList([values.clone(), values.view(2, 4).clone()]) for _ in range(2)]
     by_formula, by_kernel = (Adam(net, learning_rate=0.1) for net in nets)
     by_formula.by_kernel = by_formula.by_formula  # which eager code, such as this, calls
     for optimizer in (by_formula, by_kernel):
-        vars(optimizer).update({name: x + 0.1 for name, x in vars(optimizer).items() if type(x) is float})
+        vars(optimizer).update({name: x + 0.1 for name, x in vars(optimizer).items() if type(x) is float and x == 0})
     for factor in (1.0, -0.3, 0.1):
         for net, optimizer in zip(nets, (by_formula, by_kernel), strict=True):
             optimizer.step(tuple(factor * weight.detach().cos() for weight in net))
@@ -614,10 +613,11 @@ def tensors_only(function):
             return function(*inputs)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason, *lines = str(error).splitlines()
-            asked = [signum for signum in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(signum) == signal.SIG_DFL]
-            if "CppCompileError" in reason and asked:  # the signal has ended the C++ compiler, too
-                print("stopped while compiling; nothing was learnt since the last checkpoint", file=sys.stderr)
-                sys.exit(128 + asked[0])
+            handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+            asked = [signum for signum, handler in handlers.items() if handler == signal.SIG_DFL]  # by `on_signal`
+            if "CppCompileError" in reason and asked and handlers[signal.SIGINT] != signal.default_int_handler:
+                print("stopped while compiling; what came since the last checkpoint is lost", file=sys.stderr)
+                sys.exit(128 + asked[0])  # the signal has ended the C++ compiler, too
             place = [line for line in lines if line.strip().startswith("File ")][-1:]
             cause = [line.partition("): got ")[2] for line in lines if "): got " in line][:1]
             fail(f"this can't be compiled: {'; '.join([reason, *cause, *place])}; --no-compile does without")
@@ -631,7 +631,7 @@ def check_places(names: list[str], values: list, is_graph: bool) -> None:
     tensors = [(name, x) for name, x in zip(names, values, strict=True) if isinstance(x, Tensor)]
     on_host = [name for name, x in tensors if x.ndim == 0 and x.device.type == "cpu"]
     if is_graph and on_host and len({x.device.type for _, x in tensors}) > 1:
-        fail(f"`{on_host[0]}` lies on the CPU, so a CUDA graph would keep its first value: make it with device=device")
+        fail(f"`{on_host[0]}` lies on the CPU, where a CUDA graph reads it only once: make it with device=device")
 
 
 def check_equal(names: list[str], first: list, now: list) -> None:
@@ -678,6 +678,13 @@ def numpy_mlp(net: nn.Sequential):
         return x.dot(last_weight) + last_bias
 
     return forward
+
+
+@torch.no_grad()
+def outputs_of(module: nn.Module, *inputs: Tensor):
+    """What a module computes, without the changes that it would make to its buffers, such as statistics."""
+    buffers = {name: x.clone() for name, x in module.named_buffers()}
+    return torch.func.functional_call(module, buffers, inputs)
 
 
 def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> None:
@@ -855,17 +862,17 @@ def light_start():
     and 40 MB. So an empty module takes its place meanwhile. This process gets its signals when the context ends.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
+    resource_tracker.ensure_running()  # which unblocks signals when it starts
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-    signals = signal.SIGINT, signal.SIGTERM
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # else what comes while they are ignored would be lost
-    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in signals}
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)  # workers inherit this, and `make_env` ignores them
     try:
         yield
     finally:
         sys.modules["__main__"] = main
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
@@ -879,7 +886,7 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
     print(f"starting {len(env_fns)} worker processes", file=sys.stderr)
     multiprocessing.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
     with light_start():
-        multiprocessing.forkserver.ensure_running()  # workers, which it starts, ignore what it ignores
+        multiprocessing.forkserver.ensure_running()  # workers, which it starts, have the signals blocked that it has
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, give_up)  # a constructor may hang
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
@@ -1165,17 +1172,23 @@ class Run:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
+    def param_groups(self) -> list[dict]:
+        """Those of optimizers of `torch.optim`, which a copy may have."""
+        return [group for part in self.state.values() for group in getattr(part, "param_groups", ())]
+
     def restore(self) -> None:
         """Load state and random numbers from the checkpoint."""
+        saved = self.checkpoint["args"].items()
+        changes = {(x, getattr(self.args, name)) for name, x in saved if name.endswith(("learning_rate", "_lr"))}
+        rates = [group["lr"] for group in self.param_groups()]
         try:
             for name, part in self.state.items():
                 part.load_state_dict(self.checkpoint[name])
         except (KeyError, RuntimeError, ValueError) as error:
             fail(f"can't resume {self.args.resume}: its checkpoint is of another version of this file: {error}")
-        saved = self.checkpoint["args"].items()
-        rates = {x: getattr(self.args, name) for name, x in saved if name.endswith(("learning_rate", "_lr"))}
-        for group in [group for part in self.state.values() for group in getattr(part, "param_groups", ())]:
-            group["lr"] = rates.get(group["lr"], group["lr"])  # of torch.optim, which has taken the old rate back
+        for group, rate in zip(self.param_groups(), rates, strict=True):
+            if (group["lr"], rate) in changes:
+                group["lr"] = rate  # which --override has changed; `load_state_dict` has brought the old one back
         rng = self.checkpoint["rng"]
         random.setstate(rng["python"])
         np.random.set_state(tuple(rng["numpy"]))

@@ -55,6 +55,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import distributions, version
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Literal, NoReturn
@@ -87,7 +88,7 @@ class Args:
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete or Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several, unless steps are quick
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several (rule: docs/ppo.md)
     async_envs: bool = False  # runners step Gymnasium environments in worker processes: pays if steps take milliseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps in the whole run, rounded up to whole batches
@@ -515,6 +516,13 @@ def numpy_mlp(net: nn.Sequential):
     return forward
 
 
+@torch.no_grad()
+def outputs_of(module: nn.Module, *inputs: Tensor):
+    """What a module computes, without the changes that it would make to its buffers, such as statistics."""
+    buffers = {name: x.clone() for name, x in module.named_buffers()}
+    return torch.func.functional_call(module, buffers, inputs)
+
+
 def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> None:
     """Fail unless acting and learning give the same outputs (B, ...), but for rounding, at observations (B, O)."""
     acted = torch.as_tensor(acted).detach().numpy()
@@ -712,17 +720,17 @@ def light_start():
     and 40 MB. So an empty module takes its place meanwhile. This process gets its signals when the context ends.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
+    resource_tracker.ensure_running()  # which unblocks signals when it starts
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-    signals = signal.SIGINT, signal.SIGTERM
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # else what comes while they are ignored would be lost
-    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in signals}
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)  # workers inherit this, and `make_env` ignores them
     try:
         yield
     finally:
         sys.modules["__main__"] = main
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
@@ -736,7 +744,7 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
     print(f"starting {len(env_fns)} worker processes", file=sys.stderr)
     multiprocessing.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
     with light_start():
-        multiprocessing.forkserver.ensure_running()  # workers, which it starts, ignore what it ignores
+        multiprocessing.forkserver.ensure_running()  # workers, which it starts, have the signals blocked that it has
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, give_up)  # a constructor may hang
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
@@ -876,7 +884,7 @@ def check_layers(module: nn.Module) -> None:
     found = [f"layer `{name}`, {layer}" for name, layer in module.named_modules() if isinstance(layer, kinds)]
     found += [f"buffer `{name}`" for name, _ in module.named_buffers()]
     if found:
-        fail(f"{found[0]}: what acts has batches of its own and, over Ray, gets weights only; LayerNorm works")
+        fail(f"{found[0]}: it may compute otherwise in the policy that acts; LayerNorm and parameters work")
 
 
 def sees_frames(space: gym.Space) -> bool:
@@ -1628,17 +1636,23 @@ class Run:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
+    def param_groups(self) -> list[dict]:
+        """Those of optimizers of `torch.optim`, which a copy may have."""
+        return [group for part in self.state.values() for group in getattr(part, "param_groups", ())]
+
     def restore(self) -> None:
         """Load state and random numbers from the checkpoint."""
+        saved = self.checkpoint["args"].items()
+        changes = {(x, getattr(self.args, name)) for name, x in saved if name.endswith(("learning_rate", "_lr"))}
+        rates = [group["lr"] for group in self.param_groups()]
         try:
             for name, part in self.state.items():
                 part.load_state_dict(self.checkpoint[name])
         except (KeyError, RuntimeError, ValueError) as error:
             fail(f"can't resume {self.args.resume}: its checkpoint is of another version of this file: {error}")
-        saved = self.checkpoint["args"].items()
-        rates = {x: getattr(self.args, name) for name, x in saved if name.endswith(("learning_rate", "_lr"))}
-        for group in [group for part in self.state.values() for group in getattr(part, "param_groups", ())]:
-            group["lr"] = rates.get(group["lr"], group["lr"])  # of torch.optim, which has taken the old rate back
+        for group, rate in zip(self.param_groups(), rates, strict=True):
+            if (group["lr"], rate) in changes:
+                group["lr"] = rate  # which --override has changed; `load_state_dict` has brought the old one back
         rng = self.checkpoint["rng"]
         random.setstate(rng["python"])
         np.random.set_state(tuple(rng["numpy"]))

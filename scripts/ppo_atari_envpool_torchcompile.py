@@ -494,14 +494,14 @@ def compiled(device: torch.device, *functions, **more_options):
 def check_adam() -> None:
     """Refuse an `Adam` whose formula, for compiled code, and kernel differ, as after a change of one of them.
 
-    It raises the numbers of both, so that a new one which is 0 by default, such as `weight_decay`, has an effect.
+    Numbers that are 0 are raised in both, so that one of your own, such as `weight_decay`, has an effect.
     """
     values = torch.linspace(-1, 1, 8)
     nets = [nn.ParameterList([values.clone(), values.view(2, 4).clone()]) for _ in range(2)]
     by_formula, by_kernel = (Adam(net, learning_rate=0.1) for net in nets)
     by_formula.by_kernel = by_formula.by_formula  # which eager code, such as this, calls
     for optimizer in (by_formula, by_kernel):
-        vars(optimizer).update({name: x + 0.1 for name, x in vars(optimizer).items() if type(x) is float})
+        vars(optimizer).update({name: x + 0.1 for name, x in vars(optimizer).items() if type(x) is float and x == 0})
     for factor in (1.0, -0.3, 0.1):
         for net, optimizer in zip(nets, (by_formula, by_kernel), strict=True):
             optimizer.step(tuple(factor * weight.detach().cos() for weight in net))
@@ -653,10 +653,11 @@ def tensors_only(function):
             return function(*inputs)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason, *lines = str(error).splitlines()
-            asked = [signum for signum in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(signum) == signal.SIG_DFL]
-            if "CppCompileError" in reason and asked:  # the signal has ended the C++ compiler, too
-                print("stopped while compiling; nothing was learnt since the last checkpoint", file=sys.stderr)
-                sys.exit(128 + asked[0])
+            handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+            asked = [signum for signum, handler in handlers.items() if handler == signal.SIG_DFL]  # by `on_signal`
+            if "CppCompileError" in reason and asked and handlers[signal.SIGINT] != signal.default_int_handler:
+                print("stopped while compiling; what came since the last checkpoint is lost", file=sys.stderr)
+                sys.exit(128 + asked[0])  # the signal has ended the C++ compiler, too
             place = [line for line in lines if line.strip().startswith("File ")][-1:]
             cause = [line.partition("): got ")[2] for line in lines if "): got " in line][:1]
             fail(f"this can't be compiled: {'; '.join([reason, *cause, *place])}; --no-compile does without")
@@ -670,7 +671,7 @@ def check_places(names: list[str], values: list, is_graph: bool) -> None:
     tensors = [(name, x) for name, x in zip(names, values, strict=True) if isinstance(x, Tensor)]
     on_host = [name for name, x in tensors if x.ndim == 0 and x.device.type == "cpu"]
     if is_graph and on_host and len({x.device.type for _, x in tensors}) > 1:
-        fail(f"`{on_host[0]}` lies on the CPU, so a CUDA graph would keep its first value: make it with device=device")
+        fail(f"`{on_host[0]}` lies on the CPU, where a CUDA graph reads it only once: make it with device=device")
 
 
 def check_equal(names: list[str], first: list, now: list) -> None:
@@ -708,7 +709,7 @@ def check_layers(module: nn.Module) -> None:
     found = [f"layer `{name}`, {layer}" for name, layer in module.named_modules() if isinstance(layer, kinds)]
     found += [f"buffer `{name}`" for name, _ in module.named_buffers()]
     if found:
-        fail(f"{found[0]}: what acts has batches of its own and, over Ray, gets weights only; LayerNorm works")
+        fail(f"{found[0]}: it may compute otherwise in the policy that acts; LayerNorm and parameters work")
 
 
 def fail(message: str) -> NoReturn:
@@ -726,8 +727,8 @@ def is_plain(x) -> bool:
 
 @torch.no_grad()
 def copy_attributes(module: nn.Module, copy: nn.Module) -> nn.Module:
-    """Give the copy that acts what a `state_dict` leaves out: attributes of modules that are tensors, numbers, arrays
-    or containers of these, and buffers that are not saved. They may change. Returns the copy.
+    """Give the copy that acts what a `state_dict` leaves out: buffers that are not saved, and attributes of modules
+    that are tensors, numbers, arrays, or containers of the last two. They may change. Returns the copy.
     """
     device, internal = next(copy.parameters()).device, vars(nn.Module())
     for part, its_copy in zip(module.modules(), copy.modules(), strict=True):
@@ -1023,17 +1024,23 @@ class Run:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
+    def param_groups(self) -> list[dict]:
+        """Those of optimizers of `torch.optim`, which a copy may have."""
+        return [group for part in self.state.values() for group in getattr(part, "param_groups", ())]
+
     def restore(self) -> None:
         """Load state and random numbers from the checkpoint."""
+        saved = self.checkpoint["args"].items()
+        changes = {(x, getattr(self.args, name)) for name, x in saved if name.endswith(("learning_rate", "_lr"))}
+        rates = [group["lr"] for group in self.param_groups()]
         try:
             for name, part in self.state.items():
                 part.load_state_dict(self.checkpoint[name])
         except (KeyError, RuntimeError, ValueError) as error:
             fail(f"can't resume {self.args.resume}: its checkpoint is of another version of this file: {error}")
-        saved = self.checkpoint["args"].items()
-        rates = {x: getattr(self.args, name) for name, x in saved if name.endswith(("learning_rate", "_lr"))}
-        for group in [group for part in self.state.values() for group in getattr(part, "param_groups", ())]:
-            group["lr"] = rates.get(group["lr"], group["lr"])  # of torch.optim, which has taken the old rate back
+        for group, rate in zip(self.param_groups(), rates, strict=True):
+            if (group["lr"], rate) in changes:
+                group["lr"] = rate  # which --override has changed; `load_state_dict` has brought the old one back
         rng = self.checkpoint["rng"]
         random.setstate(rng["python"])
         np.random.set_state(tuple(rng["numpy"]))

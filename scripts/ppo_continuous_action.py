@@ -48,6 +48,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from importlib.metadata import distributions, version
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import ModuleType
 from typing import Literal, NoReturn
@@ -79,7 +80,7 @@ class Args:
 
     # environment
     env_id: str = "HalfCheetah-v4"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several, unless steps are quick
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several (rule: docs/ppo.md)
     sync_envs: bool = False  # step all environments in this process, in turn: best where a step takes microseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps, rows of resets included, rounded down to whole rollouts
@@ -287,8 +288,9 @@ def train(args: Args) -> Path:
             obs_norm.update(raw_obs)
         obs[-1] = obs_norm(raw_obs)
         # What acts must be what learns, even if this loop changes a number that `forward` reads
-        learnt, *_ = agent(torch.from_numpy(obs[0]).to(device))
-        check_same(policy(obs[0]), learnt, obs[0])
+        rows = obs[:2].reshape(-1, envs.obs_dim)
+        learnt, *_ = outputs_of(agent, torch.from_numpy(rows).to(device))
+        check_same(policy(rows), learnt, rows)
         previous, done = done[-1:], terminated | truncated
         valid = ~np.concatenate([previous, done[:-1]])  # the row after an episode's end is its reset
         run.episodes += statistics.update(reward, done, valid)
@@ -461,8 +463,8 @@ def is_plain(x) -> bool:
 
 @torch.no_grad()
 def copy_attributes(module: nn.Module, copy: nn.Module) -> nn.Module:
-    """Give the copy that acts what a `state_dict` leaves out: attributes of modules that are tensors, numbers, arrays
-    or containers of these, and buffers that are not saved. They may change. Returns the copy.
+    """Give the copy that acts what a `state_dict` leaves out: buffers that are not saved, and attributes of modules
+    that are tensors, numbers, arrays, or containers of the last two. They may change. Returns the copy.
     """
     device, internal = next(copy.parameters()).device, vars(nn.Module())
     for part, its_copy in zip(module.modules(), copy.modules(), strict=True):
@@ -502,6 +504,13 @@ def numpy_mlp(net: nn.Sequential):
         return x.dot(last_weight) + last_bias
 
     return forward
+
+
+@torch.no_grad()
+def outputs_of(module: nn.Module, *inputs: Tensor):
+    """What a module computes, without the changes that it would make to its buffers, such as statistics."""
+    buffers = {name: x.clone() for name, x in module.named_buffers()}
+    return torch.func.functional_call(module, buffers, inputs)
 
 
 def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> None:
@@ -679,17 +688,17 @@ def light_start():
     and 40 MB. So an empty module takes its place meanwhile. This process gets its signals when the context ends.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
+    resource_tracker.ensure_running()  # which unblocks signals when it starts
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-    signals = signal.SIGINT, signal.SIGTERM
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # else what comes while they are ignored would be lost
-    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in signals}
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)  # workers inherit this, and `make_env` ignores them
     try:
         yield
     finally:
         sys.modules["__main__"] = main
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
@@ -703,7 +712,7 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
     print(f"starting {len(env_fns)} worker processes", file=sys.stderr)
     multiprocessing.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
     with light_start():
-        multiprocessing.forkserver.ensure_running()  # workers, which it starts, ignore what it ignores
+        multiprocessing.forkserver.ensure_running()  # workers, which it starts, have the signals blocked that it has
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, give_up)  # a constructor may hang
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
@@ -1001,17 +1010,23 @@ class Run:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
+    def param_groups(self) -> list[dict]:
+        """Those of optimizers of `torch.optim`, which a copy may have."""
+        return [group for part in self.state.values() for group in getattr(part, "param_groups", ())]
+
     def restore(self) -> None:
         """Load state and random numbers from the checkpoint."""
+        saved = self.checkpoint["args"].items()
+        changes = {(x, getattr(self.args, name)) for name, x in saved if name.endswith(("learning_rate", "_lr"))}
+        rates = [group["lr"] for group in self.param_groups()]
         try:
             for name, part in self.state.items():
                 part.load_state_dict(self.checkpoint[name])
         except (KeyError, RuntimeError, ValueError) as error:
             fail(f"can't resume {self.args.resume}: its checkpoint is of another version of this file: {error}")
-        saved = self.checkpoint["args"].items()
-        rates = {x: getattr(self.args, name) for name, x in saved if name.endswith(("learning_rate", "_lr"))}
-        for group in [group for part in self.state.values() for group in getattr(part, "param_groups", ())]:
-            group["lr"] = rates.get(group["lr"], group["lr"])  # of torch.optim, which has taken the old rate back
+        for group, rate in zip(self.param_groups(), rates, strict=True):
+            if (group["lr"], rate) in changes:
+                group["lr"] = rate  # which --override has changed; `load_state_dict` has brought the old one back
         rng = self.checkpoint["rng"]
         random.setstate(rng["python"])
         np.random.set_state(tuple(rng["numpy"]))

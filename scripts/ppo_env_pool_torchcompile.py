@@ -57,7 +57,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from importlib.metadata import distributions, version
-from multiprocessing import reduction
+from multiprocessing import reduction, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -355,8 +355,9 @@ def train(args: Args) -> Path:
             count[ready] += 1
             ready = ready[count[ready] < args.num_steps]
         # What acts must be what learns, even if this loop changes a number that `forward` reads
-        learnt, *_ = agent(torch.from_numpy(obs[0]).to(device), torch.zeros(num_envs, *action_shape, device=device))
-        check_same(acting(obs[0]), learnt, obs[0])
+        rows, no_action = obs[:2].reshape(-1, pool.obs_dim), torch.zeros(2 * num_envs, *action_shape, device=device)
+        learnt, *_ = outputs_of(agent, torch.from_numpy(rows).to(device), no_action)
+        check_same(acting(rows), learnt, rows)
         previous, done = done[-1:], terminated | truncated
         valid = ~np.concatenate([previous, done[:-1]])  # the row after an episode's end is its reset
         valid &= ~lost  # the row of a dead worker is masked; the row before it bootstraps, as after a truncation
@@ -516,14 +517,14 @@ def compiled(device: torch.device, *functions, **more_options):
 def check_adam() -> None:
     """Refuse an `Adam` whose formula, for compiled code, and kernel differ, as after a change of one of them.
 
-    It raises the numbers of both, so that a new one which is 0 by default, such as `weight_decay`, has an effect.
+    Numbers that are 0 are raised in both, so that one of your own, such as `weight_decay`, has an effect.
     """
     values = torch.linspace(-1, 1, 8)
     nets = [nn.ParameterList([values.clone(), values.view(2, 4).clone()]) for _ in range(2)]
     by_formula, by_kernel = (Adam(net, learning_rate=0.1) for net in nets)
     by_formula.by_kernel = by_formula.by_formula  # which eager code, such as this, calls
     for optimizer in (by_formula, by_kernel):
-        vars(optimizer).update({name: x + 0.1 for name, x in vars(optimizer).items() if type(x) is float})
+        vars(optimizer).update({name: x + 0.1 for name, x in vars(optimizer).items() if type(x) is float and x == 0})
     for factor in (1.0, -0.3, 0.1):
         for net, optimizer in zip(nets, (by_formula, by_kernel), strict=True):
             optimizer.step(tuple(factor * weight.detach().cos() for weight in net))
@@ -675,10 +676,11 @@ def tensors_only(function):
             return function(*inputs)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason, *lines = str(error).splitlines()
-            asked = [signum for signum in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(signum) == signal.SIG_DFL]
-            if "CppCompileError" in reason and asked:  # the signal has ended the C++ compiler, too
-                print("stopped while compiling; nothing was learnt since the last checkpoint", file=sys.stderr)
-                sys.exit(128 + asked[0])
+            handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+            asked = [signum for signum, handler in handlers.items() if handler == signal.SIG_DFL]  # by `on_signal`
+            if "CppCompileError" in reason and asked and handlers[signal.SIGINT] != signal.default_int_handler:
+                print("stopped while compiling; what came since the last checkpoint is lost", file=sys.stderr)
+                sys.exit(128 + asked[0])  # the signal has ended the C++ compiler, too
             place = [line for line in lines if line.strip().startswith("File ")][-1:]
             cause = [line.partition("): got ")[2] for line in lines if "): got " in line][:1]
             fail(f"this can't be compiled: {'; '.join([reason, *cause, *place])}; --no-compile does without")
@@ -692,7 +694,7 @@ def check_places(names: list[str], values: list, is_graph: bool) -> None:
     tensors = [(name, x) for name, x in zip(names, values, strict=True) if isinstance(x, Tensor)]
     on_host = [name for name, x in tensors if x.ndim == 0 and x.device.type == "cpu"]
     if is_graph and on_host and len({x.device.type for _, x in tensors}) > 1:
-        fail(f"`{on_host[0]}` lies on the CPU, so a CUDA graph would keep its first value: make it with device=device")
+        fail(f"`{on_host[0]}` lies on the CPU, where a CUDA graph reads it only once: make it with device=device")
 
 
 def check_equal(names: list[str], first: list, now: list) -> None:
@@ -725,8 +727,8 @@ def is_plain(x) -> bool:
 
 @torch.no_grad()
 def copy_attributes(module: nn.Module, copy: nn.Module) -> nn.Module:
-    """Give the copy that acts what a `state_dict` leaves out: attributes of modules that are tensors, numbers, arrays
-    or containers of these, and buffers that are not saved. They may change. Returns the copy.
+    """Give the copy that acts what a `state_dict` leaves out: buffers that are not saved, and attributes of modules
+    that are tensors, numbers, arrays, or containers of the last two. They may change. Returns the copy.
     """
     device, internal = next(copy.parameters()).device, vars(nn.Module())
     for part, its_copy in zip(module.modules(), copy.modules(), strict=True):
@@ -766,6 +768,13 @@ def numpy_mlp(net: nn.Sequential):
         return x.dot(last_weight) + last_bias
 
     return forward
+
+
+@torch.no_grad()
+def outputs_of(module: nn.Module, *inputs: Tensor):
+    """What a module computes, without the changes that it would make to its buffers, such as statistics."""
+    buffers = {name: x.clone() for name, x in module.named_buffers()}
+    return torch.func.functional_call(module, buffers, inputs)
 
 
 def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> None:
@@ -921,17 +930,17 @@ def light_start():
     and 40 MB. So an empty module takes its place meanwhile. This process gets its signals when the context ends.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
+    resource_tracker.ensure_running()  # which unblocks signals when it starts
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-    signals = signal.SIGINT, signal.SIGTERM
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # else what comes while they are ignored would be lost
-    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in signals}
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)  # workers inherit this, and `make_env` ignores them
     try:
         yield
     finally:
         sys.modules["__main__"] = main
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
@@ -1065,9 +1074,10 @@ class Pool:
             fail(f"environment {args.env_id} can't be sent to a worker process: {error}")
         self.poller, self.worker_at = select.poll(), {}  # which worker is at the other end of a pipe
         self.num_busy, self.ready, self.next_check, self.is_up, self.restarts = 0, [], 0.0, False, 0
+        self.workers, self.last_listened = [], time.monotonic()
         print(f"starting {args.num_workers} worker processes", file=sys.stderr)
         try:
-            self.workers = [self.start(index) for index in range(args.num_workers)]
+            self.workers += [self.start(index) for index in range(args.num_workers)]
             while self.num_busy:
                 self.listen()
         except KeyboardInterrupt:
@@ -1085,7 +1095,7 @@ class Pool:
         process = self.context.Process(target=self.work, args=(theirs, ours, first, seeds), daemon=True)
         with light_start():
             process.start()
-        atexit.register(process.kill)  # else a program that broke would wait for it
+            atexit.register(process.kill)  # else a program that broke would wait for it
         theirs.close()
         self.poller.register(ours, select.POLLIN)
         self.num_busy += 1
@@ -1116,13 +1126,13 @@ class Pool:
 
     def listen(self) -> None:
         """Wait for messages from workers, half a second at most, and check now and then for hung or dead ones."""
-        start = time.monotonic()
         for pipe, _ in self.poller.poll(500):
             self.hear(self.worker_at[pipe])
-        now = time.monotonic()
-        if now - start > 2:  # this process was suspended, probably with its workers: give them that time
+        now, before = time.monotonic(), self.last_listened
+        self.last_listened = now
+        if now - before > 2:  # it was busy, or suspended, and its workers too: give them that time
             for worker in self.workers:
-                worker.deadline += now - start
+                worker.deadline += now - before
         if now < self.next_check:
             return
         self.next_check = now + 0.5
@@ -1405,17 +1415,23 @@ class Run:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
+    def param_groups(self) -> list[dict]:
+        """Those of optimizers of `torch.optim`, which a copy may have."""
+        return [group for part in self.state.values() for group in getattr(part, "param_groups", ())]
+
     def restore(self) -> None:
         """Load state and random numbers from the checkpoint."""
+        saved = self.checkpoint["args"].items()
+        changes = {(x, getattr(self.args, name)) for name, x in saved if name.endswith(("learning_rate", "_lr"))}
+        rates = [group["lr"] for group in self.param_groups()]
         try:
             for name, part in self.state.items():
                 part.load_state_dict(self.checkpoint[name])
         except (KeyError, RuntimeError, ValueError) as error:
             fail(f"can't resume {self.args.resume}: its checkpoint is of another version of this file: {error}")
-        saved = self.checkpoint["args"].items()
-        rates = {x: getattr(self.args, name) for name, x in saved if name.endswith(("learning_rate", "_lr"))}
-        for group in [group for part in self.state.values() for group in getattr(part, "param_groups", ())]:
-            group["lr"] = rates.get(group["lr"], group["lr"])  # of torch.optim, which has taken the old rate back
+        for group, rate in zip(self.param_groups(), rates, strict=True):
+            if (group["lr"], rate) in changes:
+                group["lr"] = rate  # which --override has changed; `load_state_dict` has brought the old one back
         rng = self.checkpoint["rng"]
         random.setstate(rng["python"])
         np.random.set_state(tuple(rng["numpy"]))

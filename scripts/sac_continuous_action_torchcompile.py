@@ -45,6 +45,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from importlib.metadata import distributions, version
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import ModuleType
 from typing import Literal, NoReturn
@@ -81,7 +82,7 @@ class Args:
 
     # environment
     env_id: str = "HalfCheetah-v4"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several, unless steps are quick
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several (rule: docs/ppo.md)
     sync_envs: bool = False  # step all environments in this process, in turn: best where a step takes microseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps in the whole run
@@ -389,28 +390,26 @@ class ReplayBuffer(nn.Module):
 
     def state_dict(self) -> dict:
         """The rows in use, not copied; through NumPy, since torch.save writes the whole tensor of a slice."""
-        rows = self.rows[: int(self.num_written)]
-        others = {name: torch.as_tensor(vars(self)[name]).cpu() for name in self.changing()}
+        rows, others = self.rows[: int(self.num_written)], self.additions()
+        for name, x in others.items():
+            if isinstance(x, Tensor | np.ndarray | np.generic):
+                others[name] = x.cpu() if isinstance(x, Tensor) else torch.from_numpy(np.array(x))
         return super().state_dict() | others | {"rows": torch.from_numpy(rows.cpu().numpy())}
 
     def load_state_dict(self, state: dict) -> None:
         super().load_state_dict({name: state[name] for name in super().state_dict()})
         self.rows[: len(state["rows"])] = state["rows"]
-        for name, x in [(name, vars(self)[name]) for name in self.changing()]:
-            if isinstance(x, Tensor):
-                x.copy_(state[name])
+        for name, x in self.additions().items():
+            if isinstance(x, Tensor | np.ndarray):  # in place, as others may share their memory
+                x[...] = state[name] if isinstance(x, Tensor) else state[name].numpy()
             else:
-                vars(self)[name] = state[name].numpy() if isinstance(x, np.ndarray) else type(x)(state[name].item())
+                vars(self)[name] = type(x)(state[name].item()) if isinstance(x, np.generic) else state[name]
 
-    def changing(self) -> list[str]:
-        """Names of `num_written` and of what you have added, such as priorities: tensors, arrays, numbers."""
+    def additions(self) -> dict:
+        """`num_written`, and what you have added, such as priorities: all attributes that may change."""
+        fixed = Args | str | tuple | torch.device | torch.dtype | None
         own = {name: x for name, x in vars(self).items() if name not in {*vars(nn.Module()), "rows", "widths"}}
-        fixed = str | tuple | torch.device | torch.dtype | None
-        own = {name: x for name, x in own.items() if not isinstance(x, fixed) and not callable(x)}
-        for name, x in own.items():
-            if not isinstance(x, Tensor | np.ndarray | np.generic | bool | int | float):
-                fail(f"`{name}` of the replay buffer can't be saved: make it a tensor, an array or a number")
-        return [*own]
+        return {name: x for name, x in own.items() if not isinstance(x, fixed) and not callable(x)}
 
 
 @torch.no_grad()
@@ -579,14 +578,14 @@ def compiled(device: torch.device, *functions, **more_options):
 def check_adam() -> None:
     """Refuse an `Adam` whose formula, for compiled code, and kernel differ, as after a change of one of them.
 
-    It raises the numbers of both, so that a new one which is 0 by default, such as `weight_decay`, has an effect.
+    Numbers that are 0 are raised in both, so that one of your own, such as `weight_decay`, has an effect.
     """
     values = torch.linspace(-1, 1, 8)
     nets = [nn.ParameterList([values.clone(), values.view(2, 4).clone()]) for _ in range(2)]
     by_formula, by_kernel = (Adam(net, learning_rate=0.1) for net in nets)
     by_formula.by_kernel = by_formula.by_formula  # which eager code, such as this, calls
     for optimizer in (by_formula, by_kernel):
-        vars(optimizer).update({name: x + 0.1 for name, x in vars(optimizer).items() if type(x) is float})
+        vars(optimizer).update({name: x + 0.1 for name, x in vars(optimizer).items() if type(x) is float and x == 0})
     for factor in (1.0, -0.3, 0.1):
         for net, optimizer in zip(nets, (by_formula, by_kernel), strict=True):
             optimizer.step(tuple(factor * weight.detach().cos() for weight in net))
@@ -768,10 +767,11 @@ def tensors_only(function):
             return function(*inputs)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason, *lines = str(error).splitlines()
-            asked = [signum for signum in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(signum) == signal.SIG_DFL]
-            if "CppCompileError" in reason and asked:  # the signal has ended the C++ compiler, too
-                print("stopped while compiling; nothing was learnt since the last checkpoint", file=sys.stderr)
-                sys.exit(128 + asked[0])
+            handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+            asked = [signum for signum, handler in handlers.items() if handler == signal.SIG_DFL]  # by `on_signal`
+            if "CppCompileError" in reason and asked and handlers[signal.SIGINT] != signal.default_int_handler:
+                print("stopped while compiling; what came since the last checkpoint is lost", file=sys.stderr)
+                sys.exit(128 + asked[0])  # the signal has ended the C++ compiler, too
             place = [line for line in lines if line.strip().startswith("File ")][-1:]
             cause = [line.partition("): got ")[2] for line in lines if "): got " in line][:1]
             fail(f"this can't be compiled: {'; '.join([reason, *cause, *place])}; --no-compile does without")
@@ -785,7 +785,7 @@ def check_places(names: list[str], values: list, is_graph: bool) -> None:
     tensors = [(name, x) for name, x in zip(names, values, strict=True) if isinstance(x, Tensor)]
     on_host = [name for name, x in tensors if x.ndim == 0 and x.device.type == "cpu"]
     if is_graph and on_host and len({x.device.type for _, x in tensors}) > 1:
-        fail(f"`{on_host[0]}` lies on the CPU, so a CUDA graph would keep its first value: make it with device=device")
+        fail(f"`{on_host[0]}` lies on the CPU, where a CUDA graph reads it only once: make it with device=device")
 
 
 def check_equal(names: list[str], first: list, now: list) -> None:
@@ -938,17 +938,17 @@ def light_start():
     and 40 MB. So an empty module takes its place meanwhile. This process gets its signals when the context ends.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
+    resource_tracker.ensure_running()  # which unblocks signals when it starts
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-    signals = signal.SIGINT, signal.SIGTERM
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # else what comes while they are ignored would be lost
-    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in signals}
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)  # workers inherit this, and `make_env` ignores them
     try:
         yield
     finally:
         sys.modules["__main__"] = main
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
@@ -962,7 +962,7 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
     print(f"starting {len(env_fns)} worker processes", file=sys.stderr)
     multiprocessing.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
     with light_start():
-        multiprocessing.forkserver.ensure_running()  # workers, which it starts, ignore what it ignores
+        multiprocessing.forkserver.ensure_running()  # workers, which it starts, have the signals blocked that it has
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, give_up)  # a constructor may hang
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
@@ -1102,7 +1102,7 @@ class Envs:
 
 
 def refuse_batch_norm(actor: nn.Module) -> None:
-    """SystemExit(2) for BatchNorm in the actor: actions would depend on what the other environments do at that time."""
+    """SystemExit(2) for BatchNorm in the actor: actions would depend on other environments' rows; one row fails."""
     if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in actor.modules()):
         fail("BatchNorm in the actor would mix the observations of all environments: LayerNorm works")
 
@@ -1111,7 +1111,7 @@ def bounded_actions(space: gym.Space) -> tuple[np.ndarray, np.ndarray]:
     """Lowest and highest action, (A,) each; SystemExit(2) unless the space is a Box of floats with finite bounds."""
     if not isinstance(space, gym.spaces.Box) or space.dtype.kind != "f" or not space.is_bounded():
         fail(f"actions are {space}; this script is for a Box of floats with finite bounds")
-    if not (np.abs([space.low, space.high]) < 1e38).all():
+    if not (np.abs([space.low, space.high]).astype(float) < 1e38).all():
         fail(f"actions are {space}, whose bounds are too far apart for float32: scale them in `wrap`")
     if (space.low == space.high).any():
         fail(f"actions are {space}: where both bounds are equal there is nothing to learn; leave that dimension out")
@@ -1283,17 +1283,23 @@ class Run:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
+    def param_groups(self) -> list[dict]:
+        """Those of optimizers of `torch.optim`, which a copy may have."""
+        return [group for part in self.state.values() for group in getattr(part, "param_groups", ())]
+
     def restore(self) -> None:
         """Load state and random numbers from the checkpoint."""
+        saved = self.checkpoint["args"].items()
+        changes = {(x, getattr(self.args, name)) for name, x in saved if name.endswith(("learning_rate", "_lr"))}
+        rates = [group["lr"] for group in self.param_groups()]
         try:
             for name, part in self.state.items():
                 part.load_state_dict(self.checkpoint[name])
         except (KeyError, RuntimeError, ValueError) as error:
             fail(f"can't resume {self.args.resume}: its checkpoint is of another version of this file: {error}")
-        saved = self.checkpoint["args"].items()
-        rates = {x: getattr(self.args, name) for name, x in saved if name.endswith(("learning_rate", "_lr"))}
-        for group in [group for part in self.state.values() for group in getattr(part, "param_groups", ())]:
-            group["lr"] = rates.get(group["lr"], group["lr"])  # of torch.optim, which has taken the old rate back
+        for group, rate in zip(self.param_groups(), rates, strict=True):
+            if (group["lr"], rate) in changes:
+                group["lr"] = rate  # which --override has changed; `load_state_dict` has brought the old one back
         rng = self.checkpoint["rng"]
         random.setstate(rng["python"])
         np.random.set_state(tuple(rng["numpy"]))

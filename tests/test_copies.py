@@ -1416,21 +1416,30 @@ def test_buffers_that_a_copy_gives_the_replay_are_kept():
     assert (buffers[1].ages == 3).all() and buffers[1].num_written == 5
 
 
-def test_arrays_and_numbers_that_a_copy_gives_the_replay_are_kept(tmp_path, capsys):
-    """As those of a sum tree in NumPy; what can't be saved is refused by name."""
+def test_arrays_and_numbers_that_a_copy_gives_the_replay_are_kept(tmp_path):
+    """As those of a sum tree in NumPy, whose leaves are a view of it. Constants and functions are not saved."""
     buffers = [load("dqn").ReplayBuffer(8, 2, 1, torch.device("cpu")) for _ in range(2)]
     for buffer, value in zip(buffers, (3, 0), strict=True):
-        buffer.tree, buffer.most, buffer.count = np.full(4, value), float(value), value
-        buffer.place, buffer.name, buffer.draw = torch.device("cpu"), "mine", np.random.rand  # nothing to save
-    torch.save(buffers[0].state_dict(), tmp_path / "state.pt")
-    buffers[1].load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert (buffers[1].tree == 3).all() and type(buffers[1].tree) is np.ndarray
-    assert (buffers[1].most, buffers[1].count) == (3.0, 3) and type(buffers[1].most) is float
-    assert type(buffers[1].count) is int
-    buffers[0].entries = [1.0]
+        buffer.tree, buffer.most, buffer.count, buffer.level = np.full(4, value), value + 0.1, value, np.float32(value)
+        buffer.leaves, buffer.entries = buffer.tree[2:], [value]
+        buffer.place, buffer.name, buffer.draw = torch.device("cpu"), "mine", np.random.rand
+    torch.save(state := buffers[0].state_dict(), tmp_path / "state.pt")
+    assert not state.keys() & {"place", "name", "draw"}
+    buffers[1].load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True, mmap=True))
+    buffers[1].leaves[0] = 7
+    assert buffers[1].tree.tolist() == [3, 3, 7, 3] and buffers[1].entries == [3]
+    assert (buffers[1].most, buffers[1].count, buffers[1].level) == (3.1, 3, 3)
+    assert type(buffers[1].level) is np.float32
+
+
+def test_what_a_replay_can_not_save_is_refused(copy, train_copy, tmp_path, capsys):
+    """Objects, whose numbers would be lost in silence."""
+    line = "        self.num_written = torch.zeros((), dtype=torch.int64, device=device)\n"
+    change = line, line + "        self.rng = np.random.default_rng(1)\n"
     with pytest.raises(SystemExit) as end:
-        buffers[0].state_dict()
-    assert end.value.code == 2 and "`entries` of the replay buffer" in capsys.readouterr().err
+        train_copy(copy("dqn", change), "dqn")
+    assert end.value.code == 2 and "state['buffer']['rng'] is Generator" in capsys.readouterr().err
+    assert not (tmp_path / "copy_run0").exists()
 
 
 def test_a_changed_learning_rate_reaches_an_optimizer_of_torch(copy, train_copy, tmp_path):

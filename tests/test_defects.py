@@ -688,7 +688,13 @@ def test_a_signal_that_ends_the_compiler_is_no_code_that_cannot_be_compiled(monk
         raise torch._dynamo.exc.TorchDynamoException("CppCompileError: C++ compile error")
 
     call = load("ppo_torchcompile").tensors_only(compiled)
-    for handlers, code in (({signal.SIGINT: signal.SIG_DFL}, 130), ({}, 2)):
+    before_the_run = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    for handlers, code in (
+        ({signal.SIGINT: signal.SIG_DFL}, 130),
+        ({signal.SIGTERM: signal.SIG_DFL}, 143),
+        (before_the_run, 2),
+        ({}, 2),
+    ):
         monkeypatch.setattr(signal, "getsignal", lambda signum, known=handlers: known.get(signum, print))
         with pytest.raises(SystemExit) as end:
             call()
