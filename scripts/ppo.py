@@ -272,10 +272,6 @@ def train(args: Args) -> Path:
             run.stop_if_asked()
             action[t] = (policy(obs[t]) + gumbel[t]).argmax(1)
             obs[t + 1], reward[t], terminated[t], truncated[t] = envs.step(first_action + action[t])
-        # What acts must be what learns, even if this loop changes a number that `forward` reads
-        rows = obs[:2].reshape(-1, envs.obs_dim)
-        learnt, _ = outputs_of(agent, torch.from_numpy(rows).to(device))
-        check_same(torch.from_numpy(policy(rows)).log_softmax(1), learnt, rows)
         previous, done = done[-1:], terminated | truncated
         valid = ~np.concatenate([previous, done[:-1]])  # the row after an episode's end is its reset
         run.episodes += statistics.update(reward, done, valid)
@@ -284,6 +280,9 @@ def train(args: Args) -> Path:
         # Estimate advantages
         rollout = (obs, action, reward, terminated, truncated, valid)
         *batch, explained_variance = estimate(*(torch.from_numpy(x).to(device, torch.float32) for x in rollout))
+        # What acts must be what learns, even if this loop changes a number that `forward` reads
+        log_probs = torch.from_numpy(policy(obs[0])).log_softmax(1)
+        check_same(log_probs.gather(1, torch.from_numpy(action[0])[:, None])[:, 0], batch[0][: args.num_envs], obs[0])
 
         # Learn
         for _ in range(args.update_epochs):
@@ -442,13 +441,6 @@ def numpy_mlp(net: nn.Sequential):
         return x.dot(last_weight) + last_bias
 
     return forward
-
-
-@torch.no_grad()
-def outputs_of(module: nn.Module, *inputs: Tensor):
-    """What a module computes, without the changes that it would make to its buffers, such as statistics."""
-    buffers = {name: x.clone() for name, x in module.named_buffers()}
-    return torch.func.functional_call(module, buffers, inputs)
 
 
 def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> None:

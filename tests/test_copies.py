@@ -172,7 +172,7 @@ WAYS = {
         ],
     ),
     "a global in a method": Way(
-        "such as a number that has changed",
+        "`SHARPNESS`",
         [
             of_the_file("SHARPNESS = 1.0"),
             ("    run = Run(args)\n", "    global SHARPNESS\n    run = Run(args)\n"),
@@ -283,7 +283,7 @@ WAYS = {
         ],
     ),
     "a global in an inherited method": Way(
-        "such as a number that has changed",
+        "`SHARPNESS`",
         [
             of_the_file(f"SHARPNESS = 1.0\n\n\nclass Base(nn.Module):\n    {SHARP}"),
             ("class ActorCritic(nn.Module)", "class ActorCritic(Base)"),
@@ -293,7 +293,7 @@ WAYS = {
         ],
     ),
     "a global in a property": Way(
-        "such as a number that has changed",
+        "`SHARPNESS`",
         [
             of_the_file("SHARPNESS = 1.0"),
             (INIT, f"    @property\n    {SHARP}\n\n{INIT}"),
@@ -470,9 +470,8 @@ def test_number_that_changes_is_refused_by_name(copy, train_copy, capsys, way):
     assert end.value.code == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ") and WAYS[way].name in error
-    if "the policy that acts differs" not in error:  # which is found first, where `forward` reads the number
-        assert "when this was compiled" in error
-        assert "change it in place" in error or "from the first call on" in error
+    assert "when this was compiled" in error
+    assert "change it in place" in error or "from the first call on" in error
 
 
 @pytest.mark.parametrize(
@@ -764,7 +763,7 @@ def test_a_random_forward_of_a_network_for_frames_is_refused(copy, train_copy, c
     head = "return self.actor(x).log_softmax(1)"
     change = (head, "return (50 * self.actor(nn.functional.dropout(x, 0.5))).log_softmax(1)")
     with pytest.raises(SystemExit) as end:
-        train_copy(copy("ppo_atari_envpool", change), "ppo_atari_envpool")
+        train_copy(copy("ppo_atari_envpool", change), "ppo_atari_envpool", num_steps=32, total_timesteps=1024)
     assert end.value.code == 2 and "`forward` is random" in capsys.readouterr().err
 
 

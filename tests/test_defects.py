@@ -752,7 +752,8 @@ def test_signal_does_not_wait_for_the_end_of_a_rollout(train, monkeypatch, tmp_p
 
 def test_dqn_ends_at_its_number_of_steps(train):
     """Also within the steps between two updates."""
-    assert train("dqn", total_timesteps=205, num_envs=1).checkpoint["global_step"] == 205
+    settings = {"total_timesteps": 205, "num_envs": 1, "train_frequency": 10, "target_network_frequency": 10}
+    assert train("dqn", **settings).checkpoint["global_step"] == 205
 
 
 def test_no_step_has_two_lines():
