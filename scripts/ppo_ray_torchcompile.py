@@ -348,9 +348,10 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         gradient, descend = compiled(device, gradient, descend)
     elif args.compile:
         (update_minibatch,) = compiled(device, update_minibatch)
-    # compile: an epoch becomes one CUDA graph: its first two calls run normally, the third records, later calls replay
+    # compile: each becomes one CUDA graph: its first two calls run normally, the third records, later calls replay
     replayed = partial(CudaGraphModule, warmup=3) if args.cudagraphs and device.type == "cuda" else lambda x: x
     # compile: compiled code and graphs keep the numbers that they have read; if one changes, the run ends and names it
+    estimate = refuse_changes(replayed(estimate))
     if add_up:
         gradient, descend = refuse_changes(replayed(gradient)), refuse_changes(replayed(descend))
     else:

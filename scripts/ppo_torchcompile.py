@@ -258,11 +258,11 @@ def train(args: Args) -> Path:
     # compile: the names stay, so the loop below is unchanged. Gradient and Adam are traced into the same graph
     if args.compile:
         (update_minibatch,) = compiled(device, update_minibatch)
-    # compile: an epoch becomes one CUDA graph: its first two calls run normally, the third records, later calls replay
+    # compile: each becomes one CUDA graph: its first two calls run normally, the third records, later calls replay
     if args.cudagraphs and device.type == "cuda":
-        update_epoch = CudaGraphModule(update_epoch, warmup=3)
+        estimate, update_epoch = (CudaGraphModule(f, warmup=3) for f in (estimate, update_epoch))
     # compile: compiled code and graphs keep the numbers that they have read; if one changes, the run ends and names it
-    update_epoch = refuse_changes(update_epoch)
+    estimate, update_epoch = map(refuse_changes, (estimate, update_epoch))
 
     run.open(envs, agent=agent, optimizer=optimizer)
     statistics = EpisodeStatistics(args.num_envs)
