@@ -128,7 +128,7 @@ class Args:
 
     # compile: two switches, to measure what each of the two steps gains
     compile: bool = True  # fuse the operations of a minibatch's update, from gather to Adam, into a few kernels
-    cudagraphs: bool = True  # on CUDA, replay the kernels of an epoch as one graph, in one launch
+    cudagraphs: bool = True  # on CUDA, replay the estimate, and an epoch, each as one graph
 
     # Not settings, but `Envs` reads them. EnvPool's threads: a runner's share of the cores here, or what it reserves
     sync_envs = property(lambda args: not args.async_envs)

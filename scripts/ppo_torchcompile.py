@@ -104,7 +104,7 @@ class Args:
 
     # compile: two switches, to measure what each of the two steps gains
     compile: bool = True  # fuse the operations of a minibatch's update, from gather to Adam, into a few kernels
-    cudagraphs: bool = True  # on CUDA, replay the kernels of an epoch as one graph, in one launch
+    cudagraphs: bool = True  # on CUDA, replay the estimate, and an epoch, each as one graph
 
 
 METRICS = (  # in the order in which `update_minibatch` stacks them
