@@ -628,7 +628,7 @@ def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
             if library == "gymnasium" or not changes_envs(env_id):
                 return library
             if backend == "envpool" or env_id not in gym.registry:
-                fail(f"EnvPool's {env_id} has no use for `wrap` and `make_env`, made for Gymnasium's environments")
+                fail(f"EnvPool's {env_id} has no use for `wrap`, `make_env` and `gym.register`, made for Gymnasium's")
             return choose_backend(env_id, "gymnasium", in_process)
         known += ids
     name = env_id.removeprefix("ALE/").replace("NoFrameskip-v4", "-v5")  # what others call EnvPool's Atari games
@@ -665,9 +665,17 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
 
 
 def changes_envs(env_id: str) -> bool:
-    """Whether `wrap` or `make_env` was changed in a copy: EnvPool calls neither. Tries them on an empty environment."""
+    """Whether a copy changed `wrap`, `make_env` or what is registered: EnvPool uses none of them.
+
+    Tries the first two on an empty environment.
+    """
     if getattr(getattr(wrap, "__code__", None), "co_code", None) != (lambda env: env).__code__.co_code:
         return True  # even if it leaves the empty one alone
+    if spec := gym.registry.get(env_id):  # which may have been registered anew, or changed
+        source, steps = spec.entry_point, importlib.import_module("envpool").make_spec(env_id).config.max_episode_steps
+        is_own = not getattr(source, "__module__", source).startswith("gymnasium.")
+        if is_own or spec.max_episode_steps not in (None, steps):
+            return True
     probe, space = gym.Env(), gym.spaces.Box(-1, 1, (1,))
     probe.observation_space = space
     spec = gym.envs.registration.EnvSpec(env_id, lambda: probe, order_enforce=False)

@@ -20,11 +20,11 @@ environments whose rows a learner gets, B = T * N, K = num_minibatches, M = B / 
 observation, A = number of actions, or size of an action of a Box, P = number of parameters.
 
 This is PPO as in `ppo.py` and `ppo_continuous_action.py` along three axes: runners, environments, learners.
---num-runners 0: all in this process, reproducibly, without Ray. A runner sends fragments, T steps of its V
-environments. --rollout batched: all fragments have the newest weights, and the slowest is awaited: on-policy.
-first-ready: a batch is the first W fragments to arrive; runners do not wait for each other. A late one goes into the
-next batch with its recorded probabilities, or is dropped if over one update old. Departures from CleanRL: those of both
-files; observations are normalized by the learner's last statistics.
+--num-runners 0: all in this process, without Ray, reproducibly (--async-envs: but for rounding). A runner sends
+fragments, T steps of its V environments. --rollout batched: all fragments have the newest weights, and the slowest is
+awaited: on-policy. first-ready: a batch is the first W fragments to arrive; runners do not wait for each other. A late
+one goes into the next batch with its recorded probabilities, or is dropped if over one update old. Departures from
+CleanRL: those of both files; observations are normalized by the learner's last statistics.
 
 Reading order: settings, networks, formulas; `Runner`, `make_learner`, `train`. Then layers of `ppo.py`, and plumbing.
 """
@@ -51,6 +51,7 @@ import threading
 import time
 import traceback
 import warnings
+import zlib
 from collections import ChainMap, OrderedDict, defaultdict, deque
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
@@ -108,7 +109,7 @@ class Args:
     gpus_per_learner: float = 0.0  # GPUs per learner, except for this process, which uses --device
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
     runner_restarts: int = 100  # replacements of dead runners allowed in a run; one more death ends it
-    fragment_timeout: float = 300.0  # seconds until a silent runner is replaced; the run ends if all, or a learner, are
+    fragment_timeout: float = 300.0  # seconds until a silent runner is replaced; if all are, or a learner, the run ends
 
     # PPO
     num_steps: int = 128  # steps of each environment in a rollout
@@ -239,6 +240,7 @@ class Runner:
             self.obs_type, self.device = np.uint8, torch.device("cuda" if args.gpus_per_runner else "cpu")
             self.agent.to(self.device)
             self.policy = lambda obs: self.agent(torch.from_numpy(obs).to(self.device))[0].cpu().numpy()
+            check_rows(self.policy, self.envs.observation_space)
         else:  # a few vectors are too little work for a GPU, or for PyTorch
             self.obs_type, self.device, self.policy = np.float32, torch.device("cpu"), numpy_mlp(self.agent.actor)
             check_policy(self.policy, lambda obs: self.agent(obs)[0], self.agent, self.envs.obs_dim)
@@ -250,7 +252,7 @@ class Runner:
 
     @torch.no_grad()
     def sample(self, version: int, weights: np.ndarray, *known: tuple) -> tuple[dict, tuple[np.ndarray, ...]]:
-        """T steps with weights (P,), moments of the learner (`known`) -> report with the fragment's; fragment."""
+        """T steps, normalized by the learner's moments (`known`) -> a report with those of these steps; fragment."""
         self.clock.lap("runners_waiting")
         set_weights(self.agent, weights)
         set_moments(self.obs_norm, *known[0])
@@ -979,7 +981,7 @@ def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
             if library == "gymnasium" or not changes_envs(env_id):
                 return library
             if backend == "envpool" or env_id not in gym.registry:
-                fail(f"EnvPool's {env_id} has no use for `wrap` and `make_env`, made for Gymnasium's environments")
+                fail(f"EnvPool's {env_id} has no use for `wrap`, `make_env` and `gym.register`, made for Gymnasium's")
             return choose_backend(env_id, "gymnasium", in_process)
         known += ids
     name = env_id.removeprefix("ALE/").replace("NoFrameskip-v4", "-v5")  # what others call EnvPool's Atari games
@@ -1030,9 +1032,17 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
 
 
 def changes_envs(env_id: str) -> bool:
-    """Whether `wrap` or `make_env` was changed in a copy: EnvPool calls neither. Tries them on an empty environment."""
+    """Whether a copy changed `wrap`, `make_env` or what is registered: EnvPool uses none of them.
+
+    Tries the first two on an empty environment.
+    """
     if getattr(getattr(wrap, "__code__", None), "co_code", None) != (lambda env: env).__code__.co_code:
         return True  # even if it leaves the empty one alone
+    if spec := gym.registry.get(env_id):  # which may have been registered anew, or changed
+        source, steps = spec.entry_point, importlib.import_module("envpool").make_spec(env_id).config.max_episode_steps
+        is_own = not getattr(source, "__module__", source).startswith("gymnasium.")
+        if is_own or spec.max_episode_steps not in (None, steps):
+            return True
     probe, space = gym.Env(), gym.spaces.Box(-1, 1, (1,))
     probe.observation_space = space
     spec = gym.envs.registration.EnvSpec(env_id, lambda: probe, order_enforce=False)
@@ -1303,6 +1313,15 @@ def check_layers(module: nn.Module) -> None:
         fail(f"{found[0]}: it may compute otherwise in the policy that acts; LayerNorm and parameters work")
 
 
+@torch.no_grad()
+def check_rows(policy, space: gym.Space) -> None:
+    """Fail unless a policy for frames gives each observation alone what it gives it among others."""
+    frames = np.random.default_rng(0).integers(0, 256, (4, *space.shape), dtype=np.uint8)
+    together, alone = policy(frames), np.concatenate([policy(one) for one in np.split(frames, len(frames))])
+    if not np.allclose(together, alone, rtol=0, atol=0.01 * np.abs(together).max()):
+        fail("the policy that acts differs from the one that learns: `forward` is random, or looks at a whole batch")
+
+
 def sees_frames(space: gym.Space) -> bool:
     """Whether observations are stacks of frames of 84 x 84 bytes, as EnvPool's Atari games give them."""
     return isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and space.shape[1:] == (84, 84)
@@ -1318,45 +1337,76 @@ def check_actions(args: Args, space: gym.Space) -> None:
         fail(f"{args.env_id} has actions {space}; this script takes Discrete or float actions")
 
 
-def named_globals(parts: list) -> list[str]:
-    """Names of global numbers and containers in the code of these classes and functions, and of what they call."""
-    found = []
+def is_plain(x) -> bool:
+    """Whether something is a number, a text, an array, or a container of nothing else."""
+    if isinstance(x, list | tuple | set | dict):
+        return all(map(is_plain, [*x, *x.values()] if isinstance(x, dict) else x))
+    return isinstance(x, bool | int | float | str | np.generic | np.ndarray | None)
+
+
+def numbers_in_dict(name: str, values) -> dict[str, tuple]:
+    """What is plain, or a tensor but no weight, in a dictionary of names: name -> (dictionary, key)."""
+    internal = vars(nn.Module())
+    items = [(key, x) for key, x in values.items() if key[:2] != "__" and key not in internal]
+    kept = [key for key, x in items if is_plain(x) or (isinstance(x, Tensor) and not isinstance(x, nn.Parameter))]
+    return {f"{name}.{key}".lstrip("."): (values, key) for key in kept}
+
+
+def named_globals(parts: list) -> dict[str, tuple]:
+    """Global numbers and containers in the code of these classes and functions, and of what they call, by name.
+
+    Among them are numbers that are attributes of classes of this file, of their objects and of namespaces.
+    """
+    found = {}
     for part in parts:  # grows
         kinds = [x for x in getattr(part, "__mro__", ()) if x.__module__ == __name__]
-        functions = [part, *(getattr(x, "fget", x) for kind in kinds for x in vars(kind).values())]
+        for kind in kinds:
+            found |= numbers_in_dict(kind.__name__, vars(kind))
+        methods = [x for kind in kinds for x in vars(kind).values()]
+        functions = [part, *(getattr(x, "__func__", getattr(x, "fget", x)) for x in methods)]
         codes = [getattr(x, "__wrapped__", x).__code__ for x in functions if hasattr(x, "__code__")]
         for code in codes:  # grows by the code of nested functions
             codes += [x for x in code.co_consts if hasattr(x, "co_names")]
-        for name in globals().keys() & {name for code in codes for name in code.co_names}:
+        for name in sorted(globals().keys() & {name for code in codes for name in code.co_names}):
             x = globals()[name]
-            if getattr(x, "__module__", None) == __name__ and x not in parts:
-                parts.append(x)
-            elif name[:2] != "__" and isinstance(x, bool | int | float | str | dict | list | set | Tensor | np.ndarray):
-                found.append(name)
-    return sorted(found)
+            is_own = getattr(x, "__module__", None) == __name__ and hasattr(x, "__dict__")
+            if is_own and (isinstance(x, type) or hasattr(x, "__code__")):
+                parts += [x] * (x not in parts)
+            else:
+                found |= numbers_in_dict("", {name: x}) and {name: (globals(), name)}
+                found |= numbers_in_dict(name, vars(x)) if is_own or isinstance(x, SimpleNamespace) else {}
+    return found
 
 
-def numbers_of(module: nn.Module) -> list[tuple[str, nn.Module, str, str]]:
-    """Numbers, their lists, arrays and tensors, as attributes of your modules or classes: (name, module, key, text)."""
-    found, kinds = {}, (bool, int, float, np.generic)
-    for name, part in module.named_modules():
-        own = [x for x in type(part).__mro__ if not x.__module__.startswith(("torch.", "builtins"))]
-        for values in (*map(vars, own), vars(part) if own else {}):
-            keys = [key for key, x in values.items() if isinstance(x, (*kinds, Tensor, np.ndarray))]
-            lists = [key for key, x in values.items() if isinstance(x, list | tuple) and x]
-            keys += [key for key in lists if isinstance(values[key][0], kinds)]
-            found |= {f"{name}.{key}".lstrip("."): (part, key, repr(getattr(part, key))) for key in keys}
-    return [(name, *where) for name, where in found.items()]
+def text_of(x) -> str:
+    """A text that is another one whenever a number is; of many numbers it has a checksum."""
+    x = x.detach().double().cpu().numpy() if hasattr(x, "detach") else x
+    if not isinstance(x, np.ndarray):
+        return repr(x)
+    return repr(x.tolist()) if x.size < 10 else f"{x.size} numbers with checksum {zlib.crc32(np.ascontiguousarray(x))}"
 
 
 def get_weights(module: nn.Module) -> np.ndarray:
-    """All weights as one vector (P,), which is what goes to runners; SystemExit(2) if another number has changed."""
+    """All weights as one vector (P,), which is what goes to runners; SystemExit(2) if another number has changed.
+
+    Those are the numbers that are attributes of the module, of its layers, or of their classes.
+    """
     if "first_numbers" not in vars(module):
-        vars(module)["first_numbers"] = numbers_of(module)
-    for name, part, key, first in module.first_numbers:
-        if repr(getattr(part, key)) != first:
+        found = {}
+        for name, part in module.named_modules():
+            own = [x for x in type(part).__mro__ if not x.__module__.startswith(("torch.", "builtins"))]
+            for values in (*map(vars, own), vars(part)):
+                found |= numbers_in_dict(name, values)
+        found = [(name, values, key, values[key]) for name, (values, key) in found.items()]
+        # Not those that are empty at the start: caches, logs
+        found = [where for where in found if not isinstance(where[-1], list | dict | set) or where[-1]]
+        vars(module)["first_numbers"] = [(*where, text_of(where[-1])) for where in found]
+    for name, values, key, first, text in module.first_numbers:
+        x = values.get(key)
+        is_same = x is first and isinstance(x, bool | int | float | str | None)  # others may change in place
+        if not is_same and (now := text_of(x)) != text:
             hint = "make it a parameter, or hand it to `publish` and take it in `Runner.sample`"
-            fail(f"`{name}` of the network was {first} at the start, and runners get only weights: {hint}")
+            fail(f"`{name}` of the network was {text} at the start and is {now}, and runners get only weights: {hint}")
     return torch.cat([weight.detach().reshape(-1) for weight in module.parameters()]).cpu().numpy()
 
 
@@ -1535,6 +1585,28 @@ def places(machine: dict[str, float], kind: str, need: float) -> float:
     return int(has) * int(1 / need + 1e-9) if kind == "GPU" and need < 1 else int(has / need + 1e-9)
 
 
+@contextlib.contextmanager
+def ending_early():
+    """In this context, a signal ends the program with one line, and not in tracebacks of Ray's."""
+    asked = []
+
+    def interrupt(signum: int, _frame) -> NoReturn:
+        asked.append(signum)
+        raise KeyboardInterrupt  # Ray's calls let no other exception pass
+
+    handlers = {signum: signal.signal(signum, interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as error:
+        if not asked and error.code != signal.SIGTERM:  # that comes from the handler which Ray has while it starts
+            raise
+        print("stopped before the run began", file=sys.stderr)
+        sys.exit(128 + (asked or [signal.SIGTERM])[0])
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+
+
 def start_ray(args: Args):
     """Join the cluster of --ray-address, or start Ray on this machine -> its module; SystemExit(2) where that fails."""
     # No usage report to Ray, no GPUs hidden from processes that reserve none, no traceback per call to a dead runner
@@ -1561,10 +1633,14 @@ def start_ray(args: Args):
             ray.init(**settings, **({"address": args.ray_address} if args.ray_address else local))
     except Exception as error:
         fail(f"can't use Ray, --ray-address {args.ray_address}: {type(error).__name__}: {error}")
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # in place of Ray's handler
     has = ray.cluster_resources() if ray.is_initialized() else has
     for name, need in needs.items():
         if need > has.get(name, 0):
             fail(f"the processes of this run need {need:g} {name}s, the cluster has {has.get(name, 0):g}")
+        free = ray.available_resources().get(name, 0) if args.ray_address else need
+        if need > free:
+            print(f"note: this run needs {need:g} {name}s and waits, as {free:g} are free", file=sys.stderr)
     machines = [machine["Resources"] for machine in ray.nodes() if machine["Alive"]]
     for name, number in (("runner", args.num_runners), ("learner", others)):
         cpus, gpus = (getattr(args, f"{kind}_per_{name}") for kind in ("cpus", "gpus"))
@@ -1610,7 +1686,7 @@ class RemoteRunner:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # dies, and is replaced; Ray's handler raises SystemExit
         torch.set_num_threads(max(1, int(args.cpus_per_runner)))
         if spec is not None:
-            gym.registry.setdefault(spec.id, spec)  # as the learner's file may have registered it
+            gym.registry[spec.id] = spec  # as the learner's file may have registered or changed it
         random.seed(seeds[0])
         np.random.seed(seeds[0])
         torch.manual_seed(seeds[0])
@@ -1626,6 +1702,9 @@ class RemoteRunner:
 
     def give_up(self, message: str) -> NoReturn:
         raise RuntimeError(message)
+
+    def close(self) -> None:
+        self.runner.envs.close()
 
     def sample(self, *weights) -> tuple[dict, tuple[np.ndarray, ...]]:
         return heard(self.runner.sample, *weights)
@@ -1650,6 +1729,7 @@ class RayRunners(Runners):
     lost. The learner continues with the fragments of the others.
     """
 
+    @ending_early()
     def __init__(self, args: Args, run: "Run"):
         super().__init__(args, run)
         choose_backend(args.env_id, args.env_backend, in_process=False)  # catches a mistyped id before Ray starts
@@ -1665,7 +1745,9 @@ class RayRunners(Runners):
         # Since when each owes a fragment; when the last one arrived; what a runner that starts is sent, as text
         self.since, self.last_news = [math.inf] * args.num_runners, -math.inf
         of_learners = [globals()[x] for x in ("make_learner", "PrioritizedReplay") if x in globals()]
-        self.named = named_globals([Runner, *(of_learners if args.num_learners > 1 else [])])
+        entry = getattr(gym.registry.get(args.env_id), "entry_point", None)
+        of_envs = [entry] if getattr(entry, "__module__", None) == __name__ else []
+        self.named = named_globals([Runner, *of_envs, *(of_learners if args.num_learners > 1 else [])])
         self.sent = self.known_to_runners()
         self.deadline = time.monotonic() + args.fragment_timeout
         for index in range(args.num_runners):
@@ -1707,15 +1789,15 @@ class RayRunners(Runners):
 
     def known_to_runners(self) -> dict[str, str]:
         """Settings, and global numbers that the runners' code names, as text: what they know from the start."""
-        of_args = {f"args.{name}": repr(x) for name, x in vars(self.args).items()}
-        return of_args | {name: repr(globals()[name]) for name in self.named}
+        of_args = {f"args.{name}": text_of(x) for name, x in vars(self.args).items()}
+        return of_args | {name: text_of(values.get(key)) for name, (values, key) in self.named.items()}
 
     def publish(self, version: int, weights: np.ndarray, *others) -> None:
         """Use these weights for requests from now on. A small vector goes with each; a large one is put once."""
         self.clock.lap("learning")
         if (known := self.known_to_runners()) != self.sent:
             name = next(name for name, text in known.items() if text != self.sent.get(name))
-            hint = "hand it to `publish`, as weights are, and take it in `Runner.sample`; else give it another name"
+            hint = "send it by `publish`, take it in `Runner.sample`; if only the learner needs it, use a new variable"
             self.stop(f"`{name}` changed, but runners have what it was at the start: {hint}")
         self.weights = version, weights if weights.nbytes < 100_000 else self.ray.put(weights), *others
         for index in self.alive:
@@ -1813,6 +1895,10 @@ class RayRunners(Runners):
         self.start(index)
 
     def close(self) -> None:
+        """Let runners close their environments, if they finish their fragments within five seconds; end all."""
+        closing = [self.actors[index].close.remote() for index in self.alive]
+        if closing:
+            self.ray.wait(closing, num_returns=len(closing), timeout=5)
         for actor in self.actors.values():
             self.ray.kill(actor)
         if self.own_ray:
@@ -1828,7 +1914,9 @@ class RemoteLearner:
         self.spaces = spaces
 
     def open(self) -> dict[str, str]:
+        torch.manual_seed(self.args.seed)  # as in the first learner: `make_learner` may make more than agent, optimizer
         self.agent, self.optimizer, self.learn_from = heard(make_learner, self.args, *self.spaces, self.device, add_up)
+        torch.manual_seed(self.args.seed + self.rank)  # from here on, each has rows of its own
         return versions()
 
     def join(self, address: tuple[str, int], states: list[dict], num_threads: int) -> None:
@@ -1840,9 +1928,10 @@ class RemoteLearner:
     def learn(self, numbers: dict, share: list) -> None:
         """Learn from fragments, given as references to them: one may be lost with the machine of its runner."""
         for name, x in numbers.items():
-            if isinstance(x, Tensor):  # compiled code knows it by its place
-                getattr(self.optimizer, name).copy_(x)
-            elif x != getattr(self.optimizer, name):
+            old = getattr(self.optimizer, name, None)
+            if isinstance(x, Tensor) and isinstance(old, Tensor):  # compiled code knows it by its place
+                old.copy_(x)
+            elif text_of(x) != text_of(old):
                 setattr(self.optimizer, name, x)
         try:
             heard(self.learn_from, importlib.import_module("ray").get(list(share)))
@@ -1886,9 +1975,11 @@ class OtherLearners:
         """Connect the learners, and let them have the same weights and state."""
         if not self.actors:
             return
+        if kinds := [type(part).__name__ for part in parts if not isinstance(part, nn.Module)]:
+            fail(f"--num-learners is for optimizers that are modules, as `Adam` here; {kinds[0]} is none")
         self.check(timeout=self.args.fragment_timeout)
         if self.results:
-            self.runners.stop(f"{len(self.results)} learners have not started in {self.args.fragment_timeout:g} s")
+            self.runners.stop(f"not started in {self.args.fragment_timeout:g} s: {len(self.results)} of the learners")
         host = self.runners.ray.util.get_node_ip_address()
         store = torch.distributed.TCPStore(host, 0, self.args.num_learners, is_master=True, wait_for_workers=False)
         states = [{name: x.cpu() for name, x in part.state_dict().items()} for part in parts]
@@ -1899,13 +1990,16 @@ class OtherLearners:
     def update(self, optimizer: nn.Module, fragments: list) -> None:
         """Send each its share of the fragments; all then update together with this learner.
 
-        They get the learning rate, too, and all numbers and tensors that are attributes of the optimizer.
+        They get the learning rate, too, and all numbers, texts, arrays, tensors that are attributes of the optimizer.
         """
+        if not self.actors:
+            return
         self.check(timeout=0)
-        size = len(fragments) // max(1, len(self.actors))
+        size = len(fragments) // len(self.actors)
         shares = [fragments[i * size : (i + 1) * size] for i in range(len(self.actors))]
-        found = vars(optimizer) | {"learning_rate": optimizer.learning_rate}
-        numbers = {name: x for name, x in found.items() if isinstance(x, int | float | Tensor)} if self.actors else {}
+        found = numbers_in_dict("", vars(optimizer) | dict(optimizer.named_buffers()))
+        equal = {"steps", "beta_powers", "beta_factors", "exp_avg", "exp_avg_sq"}  # in all learners, by equal steps
+        numbers = {name: values[name] for name, (values, _) in found.items() if name not in equal}
         numbers |= {name: x.cpu() for name, x in numbers.items() if isinstance(x, Tensor)}
         self.results += [x.learn.remote(numbers, share) for x, share in zip(self.actors, shares, strict=True)]
 

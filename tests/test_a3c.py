@@ -194,7 +194,7 @@ def test_twin_whose_functions_are_replayed_computes_the_same(train, monkeypatch,
             runner = load(in_float64(EAGER)).Runner(SCRIPT.Args(**SMALL), [1, 2])
             args = script.Args(**SMALL | {"compile": backend is not None})
             spaces = runner.envs.observation_space, runner.envs.action_space
-            agent, _, gradient, _ = script.make_learner(args, *spaces, script.validate(args))
+            agent, gradient = script.make_gradient(args, *spaces, script.validate(args))
             for version in range(10):
                 for net in (agent, runner.agent):
                     script.set_weights(net, script.get_weights(runner.agent) * (1 + 0.1 * version))
@@ -210,8 +210,8 @@ def test_a2c_learns_from_the_gradients_of_all_runners(train, monkeypatch):
     collect, make = SCRIPT.OneRunner.collect, SCRIPT.make_learner
 
     def make_noting(*x):
-        agent, optimizer, gradient, descend = make(*x)
-        return agent, optimizer, gradient, lambda sums: (rows.append(float(sums[0])), descend(sums))[1]
+        agent, optimizer, descend = make(*x)
+        return agent, optimizer, lambda sums: (rows.append(float(sums[0])), descend(sums))[1]
 
     monkeypatch.setattr(SCRIPT.OneRunner, "collect", lambda runners, _count, others: collect(runners, 2, others))
     monkeypatch.setattr(SCRIPT, "make_learner", make_noting)

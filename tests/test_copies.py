@@ -1198,6 +1198,7 @@ class Scaled(nn.Linear):
         super().__init__(3, 3)
         self.scale, self.shift, self.name = 1.0, torch.zeros(3), "first"
         self.offset, self.gains, self.own, self.log = np.zeros(3, dtype=np.float32), [1.0, 2.0], [self.weight], []
+        self.late, self.by_name, self.table, self.fine = None, {"t": [1.0]}, torch.zeros(2000), torch.tensor(0.01)
 
     def forward(self, x):
         return self.power * self.scale * super().forward(x) + self.shift
@@ -1273,11 +1274,17 @@ def test_a_schedule_of_the_network_reaches_the_copy_that_acts(copy, train_copy, 
         "Scaled.power = 2.0",
         "net[0].offset += 1",
         "net[0].gains[1] = 1.0",
+        "net[0].late = 0.5",
+        "net[0].by_name['t'][0] = 0.5",
+        "net[0].table[1000] = 0.5",
+        "net[0].fine += 1e-6",
+        "net[0].name = 'second'",
+        "net[1].negative_slope = 0.5",
     ],
 )
 def test_a_number_of_the_network_that_no_runner_gets_is_refused_when_it_changes(monkeypatch, capsys, change):
     monkeypatch.setattr(Scaled, "power", 1.0)
-    script, net = defining("get_weights"), nn.Sequential(Scaled(), nn.Tanh())
+    script, net = defining("get_weights"), nn.Sequential(Scaled(), nn.LeakyReLU())
     weights = script.get_weights(net)
     with torch.no_grad():
         net[0].weight.add_(1.0)
@@ -1287,15 +1294,31 @@ def test_a_number_of_the_network_that_no_runner_gets_is_refused_when_it_changes(
     with pytest.raises(SystemExit) as end:
         script.get_weights(net)
     assert end.value.code == 2
-    assert re.search(r"`0\.\w+` of the network was .* and runners get only weights", capsys.readouterr().err)
+    said = capsys.readouterr().err
+    assert re.search(r"`[01]\.\w+` of the network was .* at the start and is .*, and runners get only weights", said)
 
 
 NOISE = """
 NOISE, SEEN, LEARNT = 0.5, {"scale": 1.0}, [1.0]
+NARROW, NOTHING, PAIR, LEAST, SPACE = np.float32(1), None, (1.0, 2.0), 1.0, SimpleNamespace(width=1.0)
+
+
+class Widths:
+    most = 2.0
+
+    def __init__(self):
+        self.own = 3.0
+
+    @staticmethod
+    def least():
+        return LEAST
+
+
+WIDTHS = Widths()
 
 
 def scale():
-    return SEEN["scale"]
+    return SEEN["scale"], NARROW, NOTHING, PAIR, SPACE.width, Widths.most, WIDTHS.own, Widths.least()
 """
 RAY = [eager.stem for eager, _ in helpers.PAIRS if eager.stem.endswith("_ray")]
 
@@ -1308,6 +1331,14 @@ RAY = [eager.stem for eager, _ in helpers.PAIRS if eager.stem.endswith("_ray")]
         ('module.SEEN["scale"] = 2.0', "`SEEN` changed"),
         ("args.scales[0] = 0.5", "`args.scales` changed"),
         ("args.new = 2.0", "`args.new` changed"),
+        ("module.NARROW = np.float32(2)", "`NARROW` changed"),
+        ("module.NOTHING = 2.0", "`NOTHING` changed"),
+        ("module.PAIR = (1.0, 3.0)", "`PAIR` changed"),
+        ("module.SPACE.width = 2.0", "`SPACE.width` changed"),
+        ("module.Widths.most = 3.0", "`Widths.most` changed"),
+        ("module.WIDTHS.own = 4.0", "`WIDTHS.own` changed"),
+        ("module.LEAST = 2.0", "`LEAST` changed"),
+        ("module.Runner.epsilon = 2.0", "`Runner.epsilon` changed"),
         ("module.LEARNT[0] = 2.0", None),
     ],
 )
@@ -1317,7 +1348,8 @@ def test_numbers_that_runners_would_not_get_are_refused_when_they_change(copy, n
     module = copy(
         name,
         ("\n@dataclass\nclass Args:", f"{NOISE}\n\n@dataclass\nclass Args:"),
-        (clock, f"{clock}        NOISE * scale()\n"),
+        (clock, f"{clock}        NOISE, scale()\n"),
+        ("class Runner:\n", "class Runner:\n    epsilon = 1.0\n"),
     )
     args, runners = module.Args(), object.__new__(module.RayRunners)
     args.scales, args.new = [1.0], 1.0
@@ -1629,12 +1661,28 @@ def test_wrappers_of_a_copy_are_around_each_environment(copy, capsys):
     module.choose_backend("tiny_envs:Count-v0", "auto", in_process=False)
     assert closed.call_count == 1  # not tried where EnvPool has no such environment
     for arguments, problem in (
-        (("CartPole-v1", "envpool"), "EnvPool's CartPole-v1 has no use for `wrap` and `make_env`"),
-        (("Pong-v5", "auto"), "EnvPool's Pong-v5 has no use for `wrap` and `make_env`"),
+        (("CartPole-v1", "envpool"), "EnvPool's CartPole-v1 has no use for `wrap`, `make_env` and `gym.register`"),
+        (("Pong-v5", "auto"), "EnvPool's Pong-v5 has no use for `wrap`, `make_env` and `gym.register`"),
     ):
         with pytest.raises(SystemExit) as end:
             module.choose_backend(*arguments, in_process=False)
         assert end.value.code == 2 and problem in capsys.readouterr().err
+
+
+def test_what_a_copy_registers_takes_the_place_of_an_environment_of_envpools(capsys):
+    """And what it changes in Gymnasium's registry; but no id that stands there from the start."""
+    script = load("ppo")
+    arguments = {"env_id": "CartPole-v1", "in_process": False}
+    with mock.patch.dict(gym.registry):
+        gym.register("CartPole-v1", Stream)
+        assert script.choose_backend(backend="auto", **arguments) == "gymnasium"
+        with pytest.raises(SystemExit) as end:
+            script.choose_backend(backend="envpool", **arguments)
+    assert end.value.code == 2 and "EnvPool's CartPole-v1 has no use for" in capsys.readouterr().err
+    with mock.patch.object(gym.registry["CartPole-v1"], "max_episode_steps", 3):
+        assert script.choose_backend(backend="auto", **arguments) == "gymnasium"
+    both = gym.registry.keys() & importlib.import_module("envpool").list_all_envs()
+    assert len(both) > 50 and not any(map(script.changes_envs, both))
 
 
 def test_a_wrapper_changes_what_is_learnt(copy, train_copy):

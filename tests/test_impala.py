@@ -394,6 +394,32 @@ def test_two_learners_are_one_with_twice_the_batch():
     np.testing.assert_allclose(agents[0], agents[1], rtol=1e-3, atol=1e-4)
 
 
+@on_ray
+def test_other_learners_get_what_the_loop_changes_in_the_optimizer():
+    """Numbers, tuples, buffers. And whatever `make_learner` draws is the same in all of them."""
+    make, seen = SCRIPT.make_learner, lambda x: (float(x.bonus), x.betas, x.scale, x.drawn.tolist())
+
+    def make_more(*arguments):
+        agent, optimizer, learn = make(*arguments)
+        optimizer.register_buffer("bonus", torch.tensor(0.5))
+        optimizer.drawn = torch.randn(3)
+        return agent, optimizer, learn
+
+    args = arguments(num_runners=1, num_learners=2, batch_fragments=1)
+    with mock.patch.object(SCRIPT, "make_learner", make_more), runners_of(SCRIPT, args) as runners:
+        learners = SCRIPT.OtherLearners(args, runners)
+        agent, optimizer, learn = SCRIPT.make_learner(args, *runners.spaces, torch.device("cpu"), learners.add_up)
+        learners.join(torch.device("cpu"), agent, optimizer)
+        runners.publish(0, SCRIPT.get_weights(agent))
+        _, fragments = runners.collect(1, 2)
+        optimizer.bonus.fill_(2.0)
+        optimizer.betas, optimizer.scale = (0.5, 0.9), np.float32(3)
+        learners.update(optimizer, fragments[1:])
+        learn(fragments[:1])
+        other = runners.ray.get(learners.actors[0].__ray_call__.remote(lambda self: seen(self.optimizer)))
+        assert other == seen(optimizer) and other[:3] == (2.0, (0.5, 0.9), 3.0)
+
+
 def test_learners_with_and_without_a_gpu_are_refused(capfd):
     """They would wait for each other for ever: nccl and gloo do not meet."""
     for device, gpus in (("cuda", 0.0), ("cpu", 1.0)):
@@ -489,6 +515,54 @@ def test_a_fault_is_named_counted_and_survived(train, tmp_path, capfd, fault):
     expected |= {"SIGTERM": "ActorDiedError", "hang": "TimeoutError: no fragment for 6 s"}
     (line,) = [line for line in error.splitlines() if line.startswith("runner ")]
     assert expected[fault] in line and line.endswith("; restart 1")
+
+
+@on_ray
+def test_runners_close_their_environments(train, tmp_path):
+    """So what these started ends, and what they write at the end is there."""
+    run = train(env_id="Closing-v0", env_kwargs=f'{{"path": "{tmp_path / "closed"}"}}', num_runners=2)
+    assert (tmp_path / "closed").read_text().count("closed") == 2 * run.args.envs_per_runner
+
+
+LEVELS = """LEVEL = 1.0
+
+
+class Leveled(gym.Env):
+    observation_space, action_space = gym.spaces.Box(-1, 1, (3,)), gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(3, dtype=np.float32), {}
+
+    def step(self, action):
+        return np.zeros(3, dtype=np.float32), LEVEL, True, False, {}
+
+
+gym.register("Leveled-v0", Leveled)
+
+
+"""
+
+
+@on_ray
+def test_a_number_that_an_environment_of_the_file_reads_is_refused_when_it_changes(tmp_path):
+    """A curriculum, say: runners have environments of their own, and would go on with its first level."""
+    source = (ROOT / "scripts" / f"{EAGER}.py").read_text()
+    loop = "    while run.goes_on():\n"
+    for old, new in (
+        ("@dataclass\nclass Args:", f"{LEVELS}@dataclass\nclass Args:"),
+        (loop, f"{loop}        globals()['LEVEL'] += 1\n"),
+    ):
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    (tmp_path / "levels_of_impala.py").write_text(source)
+    spec = importlib.util.spec_from_file_location("levels_of_impala", tmp_path / "levels_of_impala.py")
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(sys.modules, {spec.name: module}), mock.patch.dict(gym.registry):
+        spec.loader.exec_module(module)
+        settings = SMALL | {"env_id": "Leveled-v0", "run_dir": str(tmp_path / "run"), "num_runners": 1}
+        with pytest.raises(SystemExit) as end:
+            module.train(module.Args(**settings))
+    assert "`LEVEL` changed, but runners have what it was at the start" in end.value.code
 
 
 @on_ray

@@ -1,5 +1,6 @@
 """What all scripts over Ray share: runners with numbers of their own, learners with shares of their own."""
 
+import signal
 import sys
 from collections import Counter, defaultdict
 from contextlib import nullcontext
@@ -30,6 +31,77 @@ def test_settings_that_hide_the_score_of_a_game_are_refused(name, setting, capfd
         script.open_envs(args, [1])
     assert end.value.code == 2 and f"--env-kwargs {setting}: returns in the log" in capfd.readouterr().err
     script.open_envs(script.replace(args, env_kwargs=f'{{"{setting}": false}}'), [1]).close()
+
+
+class Mixing(torch.nn.Module):
+    """A policy for frames that looks at the whole batch, or draws random numbers; or not."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.head, self.mix = kind, torch.nn.Linear(7056, 4), torch.nn.GRU(4, 4)
+
+    def forward(self, frames: np.ndarray) -> np.ndarray:
+        x = self.head(torch.from_numpy(frames).flatten(2).float().sum(1) / 255)
+        x = torch.nn.functional.dropout(x, 0.5) if self.kind == "dropout" else x
+        return (self.mix(x)[0] if self.kind == "gru" else x).numpy()
+
+
+@pytest.mark.parametrize("name", RAY)
+def test_a_policy_for_frames_that_gives_a_row_another_action_among_others_is_refused(name, capfd):
+    """As one does whose layers take the batch for time; a runner looks when it starts."""
+    script, space = load(name), gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    script.check_rows(Mixing("plain"), space)
+    for kind in ("gru", "dropout"):
+        with pytest.raises(SystemExit) as end:
+            script.check_rows(Mixing(kind), space)
+        assert end.value.code == 2 and "looks at a whole batch" in capfd.readouterr().err
+    with mock.patch.object(script, "check_rows") as check:
+        script.Runner(script.Args(env_id="Pong-v5", envs_per_runner=1), [1]).envs.close()
+    check.assert_called_once()
+
+
+# Ray's start
+
+
+@pytest.mark.parametrize("name", RAY)
+def test_a_signal_before_the_run_ends_it_in_one_line(name, capfd):
+    before, script = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)}, load(name)
+    for signum in before:
+        with pytest.raises(SystemExit) as end, script.ending_early():
+            signal.raise_signal(signum)
+        assert end.value.code == 128 + signum and capfd.readouterr().err == "stopped before the run began\n"
+    assert before == {x: signal.getsignal(x) for x in before}
+
+
+@pytest.mark.parametrize("name", RAY)
+def test_a_run_says_that_it_waits_for_a_busy_cluster(name, capfd):
+    script, machine = load(name), {"Alive": True, "Resources": {"CPU": 4.0}}
+    busy = SimpleNamespace(is_initialized=lambda: True, nodes=lambda: [machine], cloudpickle=mock.Mock())
+    busy.cluster_resources, busy.available_resources = lambda: machine["Resources"], lambda: {"CPU": 1.0}
+    with mock.patch.dict(sys.modules, {"ray": busy}), script.ending_early():
+        script.start_ray(script.Args(num_runners=2, ray_address="auto"))
+    assert capfd.readouterr().err == "note: this run needs 2 CPUs and waits, as 1 are free\n"
+
+
+@pytest.mark.parametrize("name", RAY)
+def test_a_runner_makes_the_environment_that_the_file_registered(name):
+    """Though its process knows another one by this name."""
+    spec = gym.envs.registration.EnvSpec("CartPole-v1", "my_module:MyCartPole", max_episode_steps=3)
+    with mock.patch.dict(gym.registry), mock.patch("signal.signal"), mock.patch("torch.set_num_threads"):
+        load(name).RemoteRunner(load(name).Args(), [1], spec)
+        assert gym.registry["CartPole-v1"] is spec
+
+
+@pytest.mark.parametrize("name", ["impala_ray", "ppo_ray"])
+def test_another_optimizer_is_for_one_learner(name, capfd):
+    script = load(name)
+    learners = script.OtherLearners(script.Args(num_learners=1), SimpleNamespace())
+    optimizer = torch.optim.RMSprop([torch.nn.Parameter(torch.zeros(1))])
+    learners.update(optimizer, [])
+    learners.actors = [None]
+    with pytest.raises(SystemExit) as end:
+        learners.join(torch.device("cpu"), torch.nn.Linear(1, 1), optimizer)
+    assert end.value.code == 2 and "RMSprop is none" in capfd.readouterr().err
 
 
 # Reports
@@ -64,7 +136,7 @@ def test_each_runner_is_asked_for_no_more_than_it_may_owe(name):
     script, rng = load(name), np.random.default_rng(0)
     runners = object.__new__(script.RayRunners)
     runners.args = script.Args(num_runners=4, runner_restarts=1000)
-    runners.named, runners.run, runners.clock = [], SimpleNamespace(num_updates=0), mock.Mock()
+    runners.named, runners.run, runners.clock = {}, SimpleNamespace(num_updates=0), mock.Mock()
     runners.sent = runners.known_to_runners()
     runners.most_stale, runners.ahead, runners.alive, runners.weights = np.inf, 2, set(range(4)), (0, np.zeros(1))
     runners.in_flight, runners.pending, runners.since = {}, [0] * 4, [np.inf] * 4

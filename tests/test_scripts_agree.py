@@ -23,7 +23,7 @@ OWN_NAMES = {"Args", "ActorCritic", "Actor", "Critic", "QNetwork", "Runner", "lo
 OWN_HELP = {"env_id", "total_timesteps", "target_network_frequency", "compile", "cudagraphs", "async_envs"}
 OWN_HELP |= {"ent_coef", "vf_coef", "num_learners", "bf16"}
 # What a twin may write in another way; over Ray, a learner is made in several processes
-CHANGED = {"Args", "train", "make_learner"}
+CHANGED = {"Args", "train", "make_learner", "make_gradient"}
 # Compiled twins alone have these, the same text in all of them: to compile with one set of options, and to refuse what
 # compiled code would ignore
 OF_TWINS = {"compiled", "check_adam", "is_own", "attributes_of", "length", "readings", "refuse_changes"}

@@ -231,6 +231,20 @@ gym.register("DiscreteStream-v0", Stream, kwargs={"action_space": CHOICE}, max_e
 gym.register("ReachNumber-v0", Tiny, kwargs={"action_space": PUSH, "observation_space": Discrete(4)})
 gym.register("ChooseNumber-v0", Tiny, kwargs={"action_space": CHOICE, "observation_space": Discrete(4)})
 gym.register("Count-v0", Count)
+
+
+class Closing(Fragile):
+    """Writes a line into a file when it is closed."""
+
+    def move(self, _action):
+        return np.zeros(3, dtype=np.float32), 1.0, False, self.steps % 10 == 0
+
+    def close(self):
+        with self.path.open("a") as file:
+            file.write("closed\n")
+
+
+gym.register("Closing-v0", Closing)
 gym.register("Fragile-v0", Fragile)
 gym.register("Odd-v0", Odd)
 gym.register("Image-v0", Shaped, kwargs={"observation_space": Box(0, 255, (2, 3, 1), np.uint8)})
