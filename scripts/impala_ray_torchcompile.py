@@ -1230,13 +1230,14 @@ def get_weights(module: nn.Module) -> np.ndarray:
             for values in (*map(vars, own), vars(part)):
                 found |= numbers_in_dict(name, values)
         found = [(name, values, key, values[key]) for name, (values, key) in found.items()]
-        # Not those that are empty at the start: caches, logs
+        # Not those that are empty at the start: caches, as is a tensor where there was None
         found = [where for where in found if not isinstance(where[-1], list | dict | set) or where[-1]]
         vars(module)["first_numbers"] = [(*where, text_of(where[-1])) for where in found]
     for name, values, key, first, text in module.first_numbers:
         x = values.get(key)
         is_same = x is first and isinstance(x, bool | int | float | str | None)  # others may change in place
-        if not is_same and (now := text_of(x)) != text:
+        is_cache = first is None and isinstance(x, Tensor)
+        if not is_same and not is_cache and (now := text_of(x)) != text:
             hint = "make it a parameter, or hand it to `publish` and take it in `Runner.sample`"
             fail(f"`{name}` of the network was {text} at the start and is {now}, and runners get only weights: {hint}")
     return torch.cat([weight.detach().reshape(-1) for weight in module.parameters()]).cpu().numpy()

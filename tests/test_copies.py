@@ -1199,6 +1199,7 @@ class Scaled(nn.Linear):
         self.scale, self.shift, self.name = 1.0, torch.zeros(3), "first"
         self.offset, self.gains, self.own, self.log = np.zeros(3, dtype=np.float32), [1.0, 2.0], [self.weight], []
         self.late, self.by_name, self.table, self.fine = None, {"t": [1.0]}, torch.zeros(2000), torch.tensor(0.01)
+        self.seen = None
 
     def forward(self, x):
         return self.power * self.scale * super().forward(x) + self.shift
@@ -1289,6 +1290,7 @@ def test_a_number_of_the_network_that_no_runner_gets_is_refused_when_it_changes(
     with torch.no_grad():
         net[0].weight.add_(1.0)
     net[0].log.append(1.0)
+    net[0].seen = torch.ones(3)
     assert (script.get_weights(net) != weights).any()
     exec(change)
     with pytest.raises(SystemExit) as end:
