@@ -51,13 +51,13 @@ def test_command(monkeypatch, tmp_path, capsys):
     assert order[:4] == [(1, PROCESS), (1, THREADS), (1, THREADS), (1, PROCESS)]
     assert order[4:10] == [(4, way) for way in (PROCESS, THREADS, WORKERS, WORKERS, THREADS, PROCESS)]
     rows = json.loads((tmp_path / "HalfCheetah-v4.json").read_text())["rows"]
-    assert [row["of_best"]["ratio"] for row in rows] == pytest.approx([0.8, 1.0, 1.0])
+    assert [backends.to_best_other(row)["ratio"] for row in rows] == pytest.approx([0.8, 1.25, 1.25])
     text = (tmp_path / "backends.md").read_text()
     assert text in capsys.readouterr().out
     first, second = (line for line in text.splitlines() if line.startswith("| HalfCheetah") and "| 16 |" not in line)
     assert first.endswith("| - | - | - | in the process | 0.80 [0.80, 0.80] |")
-    assert second.endswith("| EnvPool | is the best |")
-    assert "within 5 % of the best in 2 of 3 rows, and may be in 0" in text
+    assert second.endswith("| EnvPool | 1.25 [1.25, 1.25] |")
+    assert "In 2 of 3 rows the default has at least 95% of the speed of the best other way, in 2 of them" in text
 
 
 def test_ways_that_fail_are_shown(monkeypatch, tmp_path):
@@ -70,7 +70,7 @@ def test_ways_that_fail_are_shown(monkeypatch, tmp_path):
     monkeypatch.setattr(backends.throughput, "measure", measure)
     backends.main(backends.Options(("Breakout-v5",), rounds=1, seconds=4, out=tmp_path))
     text = (tmp_path / "backends.md").read_text()
-    assert f"| failed | 50 [50, 50] | {TURNS} | - |" in text and ALL in text and "best in 0 of 0" in text
+    assert f"| failed | 50 [50, 50] | {TURNS} | - |" in text and ALL in text and "In 0 of 0 rows" in text
 
 
 def test_each_machine_has_a_folder_and_a_table(monkeypatch, tmp_path):
@@ -95,7 +95,7 @@ def test_each_machine_has_a_folder_and_a_table(monkeypatch, tmp_path):
     (page,) = options.out.glob("*/backends.md")
     assert "0.50 [0.50, 0.50]" in page.read_text() and "80 [80, 80]" not in page.read_text()
     text = "\n".join(readme.backend_section())
-    first, second = (text.index(f"best in {count} of 2 rows") for count in (0, 2))
+    first, second = (text.index(f"In {count} of 2 rows") for count in (0, 2))
     assert first < text.index("cores of Z80") < second and f"(benchmarks/results/backends/{page.parent.name}" in text
 
 
@@ -107,9 +107,19 @@ def test_wrong_input(tmp_path, capsys):
         assert message in refusal(backends.main, options, capsys)
 
 
-def test_a_verdict_counts_what_may_be_within_the_limit():
-    """Of those that are not: by the upper end of their intervals."""
-    shares = [(0.97, [0.9, 1.0]), (0.9, [0.8, 0.96]), (0.8, [0.7, 0.9])]
-    rows = [{"of_best": {"ratio": ratio, "interval": interval}} for ratio, interval in shares]
-    text = backends.verdict([{"rows": [*rows, {}]}])
-    assert text == "The default is within 5 % of the best in 1 of 3 rows, and may be in 1 others."
+def test_a_verdict_tells_what_is_sure(monkeypatch):
+    """By the ends of intervals. A row without another way is left out."""
+    shares = [(1.2, [1.1, 1.3]), (0.97, [0.9, 1.0]), (0.9, [0.8, 0.96]), (0.8, [0.7, 0.9]), None]
+    found = [x and {"ratio": x[0], "interval": x[1]} for x in shares]
+    monkeypatch.setattr(backends, "to_best_other", lambda row: found[row])
+    text = backends.verdict([{"rows": range(5)}])
+    assert text.startswith(
+        "In 2 of 4 rows the default has at least 95% of the speed of the best other way, in 1 of them"
+    )
+    assert text.endswith("in 1 it surely has less.")
+
+
+def test_a_row_with_a_single_way_has_no_ratio():
+    alone = {"steps_per_second": 10.0, "rounds": [{"speeds": [10.0] * 3}]}
+    assert backends.to_best_other({"default": PROCESS, "contestants": {PROCESS: alone}}) is None
+    assert backends.to_best_other({"default": PROCESS, "contestants": {PROCESS: {}, THREADS: alone}}) is None

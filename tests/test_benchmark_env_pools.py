@@ -94,8 +94,8 @@ def test_scaling_is_told_beside_its_model(tmp_path):
     text = scaling.write_summary(tmp_path)
     assert "| 12.0x | 100% | 1 | 0 |" in text and "| 13.0x | 54% | 1 | 0 |" in text
     assert "With 4 nodes, the most that had 90% of linear," in text
-    assert "it could take 100,000 steps/s, 4.40 MB/s, 16.3 sets" in text
-    assert "those of 666 such runners" in text and "150% of what one learner can take" in text
+    assert "it could take 100,000 steps/s, 4.4 MB/s, 16 sets" in text
+    assert "those of some 670 such runners" in text and "150% of what one learner can take" in text
     assert {path.name for path in tmp_path.iterdir()} == {"scaling.json", "scaling.md", "scaling.png"}
 
 

@@ -83,7 +83,7 @@ def test_scripts_are_compared_at_the_same_steps_and_seconds(tmp_path):
         fast = curve(300, speed=10_000, total=50_000)
         make_run(tmp_path / f"fast{seed}", fast, seed=seed, total=50_000, script="dqn.py")
     rows = {row["script"]: row["milestones"] for row in report.write_report([tmp_path], tmp_path / "out")["rows"]}
-    marks = [50_000, 120_000, 250_000, 500_000]
+    marks = [50_000, 130_000, 250_000, 500_000]
     assert rows["ppo"]["global_step"] == [[mark, [x, x]] for mark, x in zip(marks, (80, 160, 400, 400), strict=True)]
     assert rows["dqn"]["global_step"] == [[50_000, [300, 300]], *([mark, None] for mark in marks[1:])]
     assert rows["ppo"]["seconds"][0] == [50, [80, 80]] and rows["dqn"]["seconds"][0] == [50, None]
@@ -178,7 +178,7 @@ def test_quoted_patterns(folder, monkeypatch):
 @pytest.mark.parametrize(("seeds", "shift", "agree"), [(4, 100, None), (5, 100, False), (5, 1, True)])
 def test_verdict_on_a_pair_needs_enough_seeds(seeds, shift, agree):
     scores = np.arange(seeds, dtype=float)
-    row = {"script": "ppo", "env_id": "CartPole-v1", "seeds": list(range(seeds)), "steps_per_second": 1.0}
+    row = {"script": "ppo", "env_id": "CartPole-v1", "seeds": list(range(seeds)), "steps": 1, "steps_per_second": 1.0}
     rows = [
         row | {"variant": variant, "scores": own.tolist(), "iqm": float(own.mean())}
         for variant, own in (("eager", scores), ("compile", scores + shift))
@@ -246,6 +246,23 @@ def test_runs_of_different_lengths_are_compared_at_the_shortest(tmp_path):
     names = [(row["variant"], row["common_steps"], row["common_scores"]) for row in result["rows"]]
     assert names == [("compile", 250_000, [480.0]), ("compile --matmul-precision medium", 250_000, [160.0])]
     assert "| compile --matmul-precision medium | 1 | 250,000 | 160.0 |" in (tmp_path / "out/report.md").read_text()
+
+
+def test_runs_are_not_compared_where_episodes_ended_long_before(tmp_path):
+    """As with many environments, all of whose episodes end together; nor are whole runs of different lengths."""
+    lines = [make_line(100_000, 50.0, 64), make_line(250_000, 400.0, 64), make_line(1_000_000, 400.0, 64)]
+    make_run(tmp_path / "long", lines, total=1_000_000)
+    make_run(tmp_path / "short", [make_line(170_000, 480.0, 64)], total=170_000, **COMPILE)
+    result = report.write_report([tmp_path], tmp_path / "out")
+    assert not any("common_steps" in row for row in result["rows"]) and result["pairs"] == []
+
+
+def test_notes_tell_which_episodes_count(tmp_path):
+    make_run(tmp_path / "few", [make_line(500_000, 400.0, 50)], total=500_000)
+    make_run(tmp_path / "apex", curve(480), script="apex_dqn_ray.py", total=500_000)
+    notes = {row["script"]: row["notes"] for row in report.write_report([tmp_path], tmp_path / "out")["rows"]}
+    assert notes["ppo"] == ["a run has only 50 episodes; its return is their mean, from the first step on"]
+    assert len(notes["apex_dqn_ray"]) == 1 and "whose epsilon is below 1 %" in notes["apex_dqn_ray"][0]
 
 
 def test_longer_runs_count_as_they_were_after_some_steps(tmp_path, capsys):
@@ -324,7 +341,7 @@ def test_the_speed_of_a_run_leaves_its_first_half_out():
 
 
 def pair_of(eager: list[float], compiled: list[float]) -> dict:
-    row = {"script": "ppo", "env_id": "CartPole-v1", "seeds": [1], "steps_per_second": 1.0}
+    row = {"script": "ppo", "env_id": "CartPole-v1", "seeds": [1], "steps": 1, "steps_per_second": 1.0}
     scores = {"eager": eager, "compile": compiled}
     (pair,) = report.compare([row | {"variant": name, "scores": own} for name, own in scores.items()])
     return pair

@@ -89,14 +89,14 @@ def test_intervals_over_few_seeds_are_too_narrow(seeds, statistic, share):
     assert ((low < 0) & (high > 0)).mean() == pytest.approx(share, abs=0.04)
 
 
-@pytest.mark.parametrize(("rounds", "share"), [(2, 0.80), (3, 0.89), (5, 0.94)])
+@pytest.mark.parametrize(("rounds", "share"), [(2, 0.76), (3, 0.85), (5, 0.92)])
 def test_intervals_over_few_rounds_are_too_narrow(monkeypatch, rounds, share):
     """Likewise of a ratio, if rounds of twenty windows differ by as much as windows within them do."""
     monkeypatch.setattr(stats, "RESAMPLES", 200)
-    rng, trials = np.random.default_rng(5), 300
+    rng, trials = np.random.default_rng(5), 400
 
     def speeds() -> list[np.ndarray]:
         return [rng.normal(rng.normal(100, 5), 5, size=20) for _ in range(rounds)]
 
     intervals = [stats.ratio_of_medians(speeds(), speeds())[1:] for _ in range(trials)]
-    assert np.mean([low < 1 < high for low, high in intervals]) == pytest.approx(share, abs=0.06)
+    assert np.mean([low < 1 < high for low, high in intervals]) == pytest.approx(share, abs=0.05)

@@ -156,9 +156,14 @@ def parse_line(text: str) -> dict | None:
 
 
 def read_lines(path: Path) -> tuple[list[dict], int]:
-    """The valid lines of a log, in ascending steps, and how many are broken. If steps go back, later lines win."""
+    """The valid lines of a log, in ascending steps, and how many are broken."""
+    return parse_lines(path.read_text(errors="replace") if path.exists() else "")
+
+
+def parse_lines(content: str) -> tuple[list[dict], int]:
+    """The same of a log's text. If steps go back, later lines win."""
     lines, broken = [], 0
-    for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
+    for text in content.splitlines():
         line = parse_line(text)
         if line is None:
             broken += bool(text.strip())

@@ -13,6 +13,7 @@ import csv
 import glob
 import gzip
 import json
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -29,18 +30,20 @@ from benchmarks.common.programs import ROOT, fail
 from benchmarks.common.results import describe, estimate, provenance, table, write_json
 
 REFERENCE = ROOT / "benchmarks" / "reference" / "scores.csv"
-MIN_SEEDS = 5  # fewest seeds for a verdict: with fewer, 20 % of intervals would tell equals apart
+MIN_SEEDS = 5  # fewest seeds for a verdict: with three, 20 % of intervals would tell equals apart, with five 7 %
 SAME_BUDGET = 0.9  # smallest ratio of steps at which two budgets count as the same
 BINS, LINES = 50, 500  # of a learning curve: bins drawn, and lines kept
 AXES = {"global_step": "environment steps", "seconds": "seconds after start-up"}
 RECENT = 0.1  # the score at a point is over the episodes in this last share of the steps or seconds up to it
+NEWEST = 2 / 3  # runs are not compared at a point if the last episodes ended before this share of the steps up to it
 SHARES = (0.1, 0.25, 0.5, 1.0)  # shares of the longest run at which scripts on one environment are compared
 EAGER, COMPILED = ("eager", "lean"), ("compile", "compile+cudagraphs", "cudagraphs")
 INTRODUCTION = f"""
 The return of a run is the mean training return of its last {runs.LAST_EPISODES} episodes. IQM: interquartile mean over
 the seeds, with its 95 % bootstrap interval. Verdict: whether that interval lies above or below CleanRL's mean ±
 standard deviation, if the budget is the same and there are {MIN_SEEDS} seeds or more. Steps/s: median over the second
-half of a run. Minutes and seconds: from the first step on, compiling included, imports and the start of Ray not.
+half of a run; rows of other hours, or beside other work, are not to be compared by it: `./run.sh throughput` does that.
+Minutes and seconds: from the first step on, compiling included, imports and the start of Ray not.
 """.strip()
 SAME, TOO_FEW, MIXED = "no difference seen", "too few seeds", "settings differ within a row"
 AGREEMENT = {True: SAME, False: "they differ", None: TOO_FEW}
@@ -147,6 +150,7 @@ def summarize_group(key: tuple[str, str, str], group: list[runs.Run], reference:
         row["mixed"] = True
     if not kept:
         return row | {"seeds": []}, []
+    row["notes"] += notes_on_episodes(key[0], kept)
     scores = np.array([runs.final_return(run) for run in kept])
     steps, mean = int(np.median([run.steps for run in kept])), float(scores.mean())
     row |= {"seeds": [run.seed for run in kept], "scores": scores.tolist(), "iqm": float(stats.iqm(scores))}
@@ -168,6 +172,14 @@ def summarize_group(key: tuple[str, str, str], group: list[runs.Run], reference:
     return row, kept
 
 
+def notes_on_episodes(script: str, kept: list[runs.Run]) -> list[str]:
+    """What a reader must know of the episodes whose mean return is shown."""
+    fewest = min(int(run.episodes()[2].sum()) for run in kept)
+    few = f"a run has only {fewest} episodes; its return is their mean, from the first step on"
+    greedy = "returns are those of the environments whose epsilon is below 1 % or the smallest"
+    return [few] * (fewest < runs.LAST_EPISODES) + [greedy] * script.startswith("apex")
+
+
 def compare(rows: list[dict]) -> list[dict]:
     """Eager against compiled, scores and speed, for each script, environment and precision that has both."""
     pairs = []
@@ -177,6 +189,9 @@ def compare(rows: list[dict]) -> list[dict]:
         if not is_pair or any(eager[name] != compiled[name] for name in ("script", "env_id")):
             continue
         # If budgets differ, more steps could be mistaken for a difference between the variants
+        lengths = sorted((eager["steps"], compiled["steps"]))
+        if lengths[0] < SAME_BUDGET * lengths[1] and "common_scores" not in eager:
+            continue
         scores = [row.get("common_scores", row["scores"]) for row in (eager, compiled)]
         eager_iqm, compiled_iqm = (float(stats.iqm(np.array(own))) for own in scores)
         ends = interval(scores, stats.difference_of_iqms)
@@ -191,14 +206,21 @@ def compare(rows: list[dict]) -> list[dict]:
     return pairs
 
 
+def last_episode(run: runs.Run) -> int:
+    """The step at which the last episodes ended; 0 if there are none."""
+    index, _, _ = run.episodes()
+    return run.lines[index[-1]]["global_step"] if len(index) else 0
+
+
 def add_common_scores(rows: list[dict], panels: dict[tuple[str, str], dict[str, list[runs.Run]]]) -> None:
     """Where runs on an environment differ in length, add to its rows the scores at the length of the shortest run."""
     for key, members in panels.items():
         lengths = [run.steps for kept in members.values() for run in kept]
         end = min(lengths)
         scores = {variant: [runs.final_return(run.until(end)) for run in kept] for variant, kept in members.items()}
-        # Where the shortest run is very short, another may have no episode yet
-        if end >= SAME_BUDGET * max(lengths) or any(np.isnan(x).any() for x in scores.values()):
+        # With many environments, the last episodes may have ended long before, or there may be none yet
+        last = [last_episode(run.until(end)) for kept in members.values() for run in kept]
+        if end >= SAME_BUDGET * max(lengths) or min(last) < NEWEST * end:
             continue
         for row in rows:
             if (row["script"], row["env_id"]) == key and row["variant"] in scores:
@@ -224,6 +246,12 @@ def recent_return(run: runs.Run, start: float, position: str) -> float:
     return float(np.average(returns, weights=counts)) if own else float("nan")
 
 
+def rounded_up(x: float) -> float:
+    """To two digits."""
+    unit = 10 ** (math.floor(math.log10(x)) - 1)
+    return float(f"{math.ceil(x / unit - 1e-6) * unit:.2g}")
+
+
 def add_milestones(rows: list[dict], panels: dict[tuple[str, str], dict[str, list[runs.Run]]]) -> None:
     """Where several scripts, or one with several settings, learnt on one environment, add [steps, scores] to its rows.
 
@@ -237,7 +265,7 @@ def add_milestones(rows: list[dict], panels: dict[tuple[str, str], dict[str, lis
             continue
         for position in AXES:
             longest = max(run.column(position)[-1] for kept in members.values() for run in kept)
-            marks = [float(f"{share * longest:.2g}") for share in SHARES]
+            marks = [rounded_up(share * longest) for share in SHARES]
             for row in [row for row in rows if row["env_id"] == env_id and row["seeds"]]:
                 kept = members[row["script"], row["variant"]]
                 scores = [[mark, scores_at(kept, mark, position)] for mark in marks]
@@ -343,7 +371,7 @@ def milestone_tables(rows: list[dict], title: str = "## {}") -> list[str]:
                     for x in scores
                 ]
             recent = own[0]["milestones"].get("recent")  # older reports have the last 100 episodes
-            what = f"return over the last {recent:.0%}" if recent else "return"
+            what = f"return over the last {recent:.0%}, or of the last episodes before" if recent else "return"
             lines += [*table([f"{what}: IQM [95 %], by {axis}", "seeds", *marks], cells), ""]
     return lines
 
@@ -387,14 +415,14 @@ def write_report(folders: list[Path], out: Path, until: int | None = None) -> di
         rows.append(row)
         if kept:
             panels.setdefault(key[:2], {})[key[2]] = kept
-    add_common_scores(rows, panels)
-    add_milestones(rows, panels)
-    report = {"provenance": provenance(), "rows": rows, "pairs": compare(rows)}
-    refuse_fewer_runs(out / "report.json", rows)
     thinned = {
         key: {variant: [runs.thin(run, LINES) for run in kept] for variant, kept in members.items()}
         for key, members in panels.items()
     }
+    add_common_scores(rows, panels)
+    add_milestones(rows, thinned)  # as from the curves that are kept
+    report = {"provenance": provenance(), "rows": rows, "pairs": compare(rows)}
+    refuse_fewer_runs(out / "report.json", rows)
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "report.json", report)

@@ -29,13 +29,24 @@ from benchmarks.common.programs import (
     peers_of,
     split_flags,
 )
-from benchmarks.common.results import Target, describe, load_all, machine_of, make_folder, provenance, stoppable, table
+from benchmarks.common.results import (
+    Target,
+    describe,
+    load_all,
+    machine_of,
+    make_folder,
+    provenance,
+    say_written,
+    stoppable,
+    table,
+)
 from benchmarks.learning.time_to_score import (
     Contestant,
     cells,
     contestants_of,
     each_success,
     file_name,
+    has_failed,
     measure,
     published,
     rows_of,
@@ -48,9 +59,10 @@ INTRODUCTION = f"""
 Settings of our own scripts that reach a score with at least {SHARE:.0%} of {SEEDS} seeds, the fastest first. Wall time
 from the start of the process, imports and compiling included, until the mean return of the last 100 training episodes
 reaches the score; a run that never does counts with its whole length, and makes the mean a bound ("≥"). "Times as fast"
-are ratios of the seconds for each that got there: the time of all runs by the number of those. The task is unchanged,
-and the seeds are not those by which the settings were found. Beside each, in turns on the same machine, its pair at the
-default flags and Stable-Baselines3 as its users start it, where that was measured.
+are ratios of the seconds for each that got there: the time of all runs by the number of those; in a simulation with ten
+seeds, what is called their 95 % interval held the truth in 88 % of cases. The task is unchanged, and the seeds are not
+those by which the settings were found. Beside each, in turns on the same machine, its pair at the default flags and
+Stable-Baselines3 as its users start it, where that was measured.
 """.strip()
 
 
@@ -103,7 +115,8 @@ def board(results: list[dict]) -> list[str]:
         tasks.setdefault(f"{result['env_id']} to {result['score']:,g}, {where}", []).append(result)
     lines = []
     for task, own in tasks.items():
-        header = [task, "got there", "seconds until then [95 %]", "seconds for each that got there", "steps, median"]
+        header = [task, "got there", "seconds until then [95 %]", "seconds for each that got there"]
+        header += ["steps of those, median"]
         header += [f"times as fast as {LABELS[name]} [95 %]" for name in (DEFAULTS, SB3)]
         lines += [*table(header, [row for result in own for row in rows_on_board(result)]), ""]
     return lines
@@ -141,7 +154,7 @@ def check(options: Options) -> None:
     load(options.out)
 
 
-def main(options: Options) -> None:
+def main(options: Options) -> int:
     check(options)
     score = published(options.script, options.env_id) if options.score is None else options.score
     ours = {x.cache: x for x in contestants_of([options.variant], ())}
@@ -158,7 +171,7 @@ def main(options: Options) -> None:
 
     def on_seed(known: dict) -> None:
         result = {**shared, "settings": settings, "contestants": known, "provenance": provenance()}
-        target.write(result, is_whole=len(known[RECORD]) == len(options.seeds))
+        target.write(result, is_whole=len(known[RECORD]) == len(options.seeds) and not has_failed(known))
         write_summary(options.out)
 
     total = len(contestants) * len(options.seeds)
@@ -167,4 +180,4 @@ def main(options: Options) -> None:
         task, begun = (options.script, options.env_id), target.begun().get("contestants", {})
         measure(task, score, contestants, options.seeds, options.timeout, on_seed, bar, begun)
     print(write_summary(options.out))
-    print(f"written to {path}")
+    return say_written(options.out, [target])

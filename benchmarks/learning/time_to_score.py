@@ -13,6 +13,7 @@ Leaves: in --out one JSON file per task, rewritten after each seed, and time_to_
 JSON files there. The same command goes on where it was stopped, if code and machine are the same.
 """
 
+import os
 import re
 import tempfile
 import time
@@ -48,6 +49,7 @@ from benchmarks.common.results import (
     machine_of,
     make_folder,
     provenance,
+    say_written,
     stoppable,
     table,
 )
@@ -61,7 +63,9 @@ Wall time from the start of the process, imports and compiling included, until t
 {runs.LAST_EPISODES} training episodes first reaches a score. A run that never does counts with its whole length. "For
 each that got there": the time of all runs divided by the number of those that got there, which is what somebody waits
 who starts anew whenever a run was in vain. "Times as fast" are ratios of these. "≥": a mean with runs that did not get
-there. Cold: the compile cache is empty; warm: an earlier run has filled it.
+there. A run that failed is counted beside them and left out. Cold: the compile cache is empty; warm: an earlier run has
+filled it. Intervals are too narrow: in a simulation with five seeds, what is called 95 % held the truth in 83 % of
+cases, that of a ratio in 85 %, and in 68 % if one of two contestants failed to get there now and then.
 """.strip()
 
 
@@ -98,12 +102,12 @@ def contestants_of(variants: list[str] | tuple[str, ...], own_peers: tuple[str, 
 
 def written(log: Path) -> tuple[list[dict], float]:
     """(lines of a log, seconds on the clock of time.time() at which the last was written); ([], 0.0) without a log."""
-    while log.exists():
-        before = log.stat().st_mtime
-        lines, _ = runs.read_lines(log)
-        if log.stat().st_mtime == before:
-            return lines, before
-    return [], 0.0
+    if not log.exists():
+        return [], 0.0
+    with log.open("rb") as file:  # what is written from now on is read the next time
+        known = os.fstat(file.fileno())
+        text = file.read(known.st_size).decode(errors="replace")
+    return runs.parse_lines(text)[0], known.st_mtime
 
 
 def run_once(
@@ -190,6 +194,10 @@ def measure(
             on_seed(results)
 
 
+def has_failed(known: dict[str, list[dict]]) -> bool:
+    return any("failed" in x for own in known.values() for x in own)
+
+
 def rows_of(results: list[dict]) -> np.ndarray:
     """(seconds, whether it got there) of each run that did not fail: (runs, 2)."""
     return np.array([(x["seconds"], x["reached"]) for x in results if "failed" not in x], dtype=float).reshape(-1, 2)
@@ -247,13 +255,15 @@ def cells(name: str, results: list[dict], others: list[list[dict] | None]) -> li
 def section(result: dict) -> list[str]:
     """What Markdown says on one task."""
     contestants = result["contestants"]
-    header = ["program", "got there", "seconds until then [95 %]", "seconds for each that got there", "steps, median"]
+    header = ["program", "got there", "seconds until then [95 %]", "seconds for each that got there"]
+    header += ["steps of those, median"]
     header += ["times as fast as SB3 [95 %]", "as eager [95 %]"]
     others = [contestants.get("sb3"), contestants.get("eager")]
     rows = [cells(plots.label(name), own, others) for name, own in contestants.items()]
     title = f"## {result['script']} on {result['env_id']}, to {result['score']:,g}"
     lines = [title + f" ({result['flags']})" * bool(result["flags"]), "", *table(header, rows), ""]
-    lines += [f"{plots.label(peer)} differs: {text}.\n" for peer, text in result["differences"].items()]
+    known = peers.differences(result["script"], list(contestants)) | result["differences"]
+    lines += [f"{plots.label(peer)} differs: {text}.\n" for peer, text in known.items()]
     return [*lines, f"Seeds {', '.join(map(str, result['seeds']))}; measured {describe(result['provenance'])}", ""]
 
 
@@ -320,7 +330,7 @@ def check(options: Options) -> list[tuple[str, str]]:
     return tasks
 
 
-def main(options: Options) -> None:
+def main(options: Options) -> int:
     tasks = check(options)
     plans = []
     for script, env_id in tasks:
@@ -334,7 +344,7 @@ def main(options: Options) -> None:
         path, names = options.out / file_name(*task, options.flags), [x.name for x in contestants]
         targets.append(Target(path, score=score, contestants=names, seeds=list(options.seeds)))
     begun = [target.begun().get("contestants", {}) for target in targets]
-    is_whole = [bool(x) and min(map(len, x.values())) == len(options.seeds) for x in begun]
+    is_whole, measured = [bool(x) and min(map(len, x.values())) == len(options.seeds) for x in begun], []
     with stoppable(f"the seeds that were finished before lie in {options.out}"), tqdm(total=total, unit="run") as bar:
         for i, (task, score, contestants) in enumerate(plans):
             target = targets[i]
@@ -348,9 +358,10 @@ def main(options: Options) -> None:
             def on_seed(known: dict, shared: dict = shared, target: Target = target) -> None:
                 seeds = [x["seed"] for x in next(iter(known.values()))]
                 result = {**shared, "seeds": seeds, "contestants": known, "provenance": provenance()}
-                target.write(result, is_whole=len(seeds) == len(options.seeds))
+                target.write(result, is_whole=len(seeds) == len(options.seeds) and not has_failed(known))
                 write_summary(options.out)
 
             measure(task, score, contestants, options.seeds, options.timeout, on_seed, bar, begun[i])
+            measured.append(target)
     print(write_summary(options.out))
-    print(f"written to {options.out}")
+    return say_written(options.out, measured)

@@ -312,7 +312,9 @@ def summary(options: Options, result: dict, histories: list[History]) -> str:
     best, found = result["best"], result["importance"]
     failed = sum(x.state == "failed" for x in histories)
     whole = options.size * options.total_timesteps * options.seeds_per_trial
-    text = [f"{len(histories)} trials, {result['steps']:,} steps, {result['steps'] / whole:.0%} of whole runs"]
+    text = [
+        f"{len(histories)} trials, {result['steps']:,} steps, {result['steps'] / whole:.0%} of the rows of whole runs"
+    ]
     text[0] += f"; {failed} failed" * (failed > 0)
     last = " (its last settings; the schedule is in report.json)" * options.is_population
     text.append(f"best: trial {best['trial']}, {best[OBJECTIVE]:.1f}, {show(best['settings'])}{last}")

@@ -11,7 +11,6 @@ Leaves: in --out scaling.json, scaling.md and scaling.png.
 """
 
 import json
-import math
 import os
 import sys
 from dataclasses import dataclass
@@ -151,14 +150,15 @@ def extrapolate(settings: dict, sizes: list[dict], runners: int = 1000) -> str:
     fragment = settings["envs"] * (settings["steps"] if settings["script"] == "ppo_ray" else 16)
 
     def rates(steps: float) -> str:
-        return f"{steps:,.0f} steps/s, {steps * ROW_BYTES / 1e6:,.2f} MB/s, {steps / fragment:,.1f} sets of weights/s"
+        steps = float(f"{steps:.2g}")
+        return f"{steps:,.0f} steps/s, {steps * ROW_BYTES / 1e6:,.1f} MB/s, {steps / fragment:,.0f} sets of weights/s"
 
     nodes, cost = largest["nodes"], largest["learner_seconds_per_step"] * 1e6
     costs = [x["learner_seconds_per_step"] * 1e6 for x in sizes]
     return (
         f"With {nodes} nodes, the most that had {LINEAR:.0%} of linear, one learner took {cost:.2f} us a step, so it "
-        f"could take {rates(most)}: those of "
-        f"{math.floor(most / each):,} such runners. {runners:,} runners would bring {rates(runners * each)}, "
+        f"could take {rates(most)}: those of some {float(f'{most / each:.2g}'):,.0f} such runners. "
+        f"{runners:,} runners would bring {rates(runners * each)}, "
         f"{runners * each / most:.0%} of what one learner can take. Assumed: runners as fast as with {nodes} nodes, "
         f"rows of {ROW_BYTES} bytes, one pass over each batch; more passes cost so many times more. In what a step "
         f"cost the learner, the sizes differ: {min(costs):.1f} to {max(costs):.1f} us. So take this for an order of "

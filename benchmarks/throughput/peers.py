@@ -122,6 +122,7 @@ def td3(args, _is_jax: bool, _is_image: bool) -> dict:
 # By peer and algorithm: what differs from the script
 DIFFERENCES = {
     "sb3": {
+        "ppo": "the clipped loss of the value lacks the maximum with the one that is not clipped",
         "sac": "a step of the actor with each step of the critics, where the script takes two after every second one",
     },
     "sbx": {

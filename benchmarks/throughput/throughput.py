@@ -297,6 +297,8 @@ def contestant_cells(result: dict, name: str) -> list[str]:
     starts = " / ".join("-" if x is None else f"{x:.1f}" for x in (own["cold_seconds"], own["warm_seconds"]))
     steps = result["break_even_steps"].get(name, {})
     even = " / ".join("never" if x is None else f"{x:,.0f}" for x in steps.values()) or "-"
+    if steps and ratios["eager"]["interval"][0] <= 1 <= ratios["eager"]["interval"][1]:
+        even = "open"  # whether it is faster at all
     whole = own.get("whole", {})
     speed = f"{whole['steps_per_second']:,.0f} ({whole['steps']:,} steps)" if "steps" in whole else "-"
     cells = [plots.label(name), estimate(own["steps_per_second"], own["quartiles"], ",.0f"), speed, *to, starts, even]
