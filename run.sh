@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a bare machine to a trained policy, a tested checkout or a measured table: each command sets up what it needs.
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(unset CDPATH && cd -- "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 
 usage() {
   cat <<'END'
@@ -98,7 +98,8 @@ case "$command $* " in test\ *) ;; *" --help "* | *" -h "*) help=yes ;; esac
 case $command in
   demo | diff | evaluate | ladder | readme | report | stale | sweep)
     install requirements
-    case " $* " in *_ray* | *" --ray-address"* | *" --ray_address"*) install requirements-ray ;; esac
+    # Only a sweep starts scripts: in other commands, `_ray` is part of a path
+    case "$command $* " in sweep*_ray* | sweep*" --ray-address"* | sweep*" --ray_address"*) install requirements-ray ;; esac
     ;;
   backends | env-pools | speedrun | time-to-score)
     install requirements-benchmark

@@ -1730,8 +1730,12 @@ class RayRunners(Runners):
     lost. The learner continues with the fragments of the others.
     """
 
-    @ending_early()
     def __init__(self, args: Args, run: "Run"):
+        with ending_early():
+            self.begin(args, run)
+
+    def begin(self, args: Args, run: "Run") -> None:
+        """Start Ray and the runners, and wait for those that are needed."""
         super().__init__(args, run)
         choose_backend(args.env_id, args.env_backend, in_process=False)  # catches a mistyped id before Ray starts
         self.own_ray, self.ray = "ray" not in sys.modules or not sys.modules["ray"].is_initialized(), start_ray(args)

@@ -387,3 +387,11 @@ def test_a_curve_ends_where_its_shortest_run_does(monkeypatch):
     members = [runs.Run(Path(), {}, [make_line(step, 1.0, 1) for step in range(0, end + 1, 10)]) for end in (500, 900)]
     report.draw_panel(mock.Mock(), {"eager": members}, "global_step", None)
     assert drawn[0][-1] == 500
+
+
+def test_a_report_does_not_replace_what_is_none(tmp_path, capsys):
+    """Such as a search's, which has this name, too."""
+    make_run(tmp_path / "runs/1", curve(480), total=500_000)
+    (tmp_path / "report.json").write_text('{"trials": []}')
+    assert "is no report" in refusal(report.main, report.Options((tmp_path / "runs",), tmp_path), capsys)
+    assert (tmp_path / "report.json").read_text() == '{"trials": []}'

@@ -145,3 +145,14 @@ def test_last_step(tmp_path):
     assert sweep.last_step(tmp_path / "none") == 0
     (tmp_path / "long").write_text("".join(json.dumps(make_line(i, 1.0, 1)) + "\n" for i in range(1, 500)))
     assert sweep.last_step(tmp_path / "long") == 499
+
+
+def test_a_sweep_does_not_replace_runs_that_it_has_not_made(tmp_path, capsys):
+    """As after its journal was removed: there may be a user's own files beside them."""
+    options = sweep.Options(scripts=("ppo",), seeds=(1,), variants=("eager",), out=tmp_path)
+    (job,) = sweep.plan(options)
+    kept = tmp_path / "runs" / job.name / "my_notes.txt"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("mine")
+    assert "is there already" in refusal(sweep.main, options, capsys)
+    assert kept.read_text() == "mine" and not (tmp_path / "journal.jsonl").exists()

@@ -330,3 +330,26 @@ def test_what_a_run_writes_at_its_very_end_counts(monkeypatch):
     monkeypatch.setattr(time_to_score.processes.Child, "wait", lambda child, _seconds: child.process.wait())
     first_look = lambda lines: 0 if lines and len(looks) > 1 else None  # noqa: E731
     assert run_once(program(most=3), first_look, 60.0)["reached"]
+
+
+def test_runs_that_failed_do_not_replace_those_that_did_not(monkeypatch, tmp_path, capsys):
+    """They lie beside the old result, and the command says so by its exit code."""
+    options = time_to_score.Options(("ppo:CartPole-v1",), ("eager",), (), (1, 2), score=1.0, out=tmp_path)
+    found = {"reached": True, "seconds": 1.0, "steps": 5, "best": 2.0}
+    monkeypatch.setattr(time_to_score, "run_once", lambda *_args, **_environment: dict(found))
+    assert time_to_score.main(options) == 0
+    (path,) = tmp_path.glob("*.json")
+    before = path.read_text()
+    found |= {"reached": False, "failed": "exit code 1"}
+    monkeypatch.setattr(time_to_score.Target, "begun", lambda _target: {})
+    assert time_to_score.main(options) == 1
+    assert path.read_text() == before and path.with_name(path.name + ".part").exists()
+    assert "the older result stays" in capsys.readouterr().err
+
+
+def test_a_log_that_grows_while_it_is_read_is_read_up_to_where_it_was(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    assert time_to_score.written(log) == ([], 0.0)
+    log.write_text('{"global_step": 1, "seconds": 0.5}\n{"global_step": 2, "sec')
+    lines, last = time_to_score.written(log)
+    assert [line["global_step"] for line in lines] == [1] and last == log.stat().st_mtime

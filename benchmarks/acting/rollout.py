@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from benchmarks.acting.rollout_worker import ACTORS, FAMILIES
 from benchmarks.common import plots, turns
-from benchmarks.common.programs import check_known, check_positive, fail
+from benchmarks.common.programs import check_known, check_once, check_positive, fail
 from benchmarks.common.results import Target, describe, estimate, make_folder, provenance, say_written, stoppable, table
 
 BACKENDS = ("gymnasium", "gymnasium-sync", "envpool")
@@ -60,6 +60,7 @@ def check(options: Options) -> Options:
     if options.device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda: PyTorch finds no CUDA device here")
     check_positive(options, "threads", "seconds", "timeout", "time_limit", "jobs")
+    check_once(options, "families", "num_envs", "backends", "compile_actor")
     if not options.num_envs or min(options.num_envs) < 1:
         fail("--num-envs must be 1 or more")
     elsewhere = ("ort", "numpy") if options.device == "cuda" else ("cudagraphs",)

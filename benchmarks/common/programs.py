@@ -117,7 +117,7 @@ def check_installed(peers: tuple[str, ...]) -> None:
 def check_positive(options, *names: str) -> None:
     """Refuse options that must be more than 0 and are not."""
     for name in names:
-        if (value := getattr(options, name)) is not None and value <= 0:
+        if (value := getattr(options, name)) is not None and not value > 0:  # nor "nan"
             fail(f"--{name.replace('_', '-')} must be more than 0")
 
 

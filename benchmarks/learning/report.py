@@ -435,10 +435,12 @@ def write_report(folders: list[Path], out: Path, until: int | None = None) -> di
 
 def refuse_fewer_runs(path: Path, rows: list[dict]) -> None:
     """End with exit code 2 if a report at `path` has more runs of a script on an environment than these rows."""
-    try:
-        old = json.loads(path.read_text())["rows"]
-    except (OSError, ValueError, KeyError, TypeError):  # no report
+    if not path.exists():
         return
+    try:
+        old = [row | {"seeds": list(row["seeds"])} for row in json.loads(path.read_text())["rows"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        fail(f"{path} is no report: give another --out, or move it away")
     known, counts = Counter(), Counter()
     for found, own in ((known, old), (counts, rows)):
         for row in own:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 import tyro
 from tqdm import tqdm
 
@@ -143,6 +144,8 @@ def check(options: Options) -> None:
     """Refuse what can't work."""
     check_known("script", [options.script], pairs())
     check_positive(options, "timeout")
+    if not np.isfinite(options.score or 0):
+        fail("--score must be a number")
     if not options.seeds:
         fail("--seeds: name at least one")
     task = "--env-id", "--seed", "--env-kwargs", "--frame-skip", "--repeat-action-probability", "--full-action-space"
@@ -167,7 +170,8 @@ def main(options: Options) -> int:
     shared = {"script": options.script, "env_id": options.env_id, "score": score, "name": options.name}
     shared["seeds"] = list(options.seeds)
     path = options.out / file_name(options.script, options.env_id, f"{score:g}", options.name)
-    target = Target(path, settings=settings, contestants=[x.name for x in contestants], seeds=list(options.seeds))
+    question = {"name": options.name, "score": score, "settings": settings}  # two names may give one path
+    target = Target(path, **question, contestants=[x.name for x in contestants], seeds=list(options.seeds))
 
     def on_seed(known: dict) -> None:
         result = {**shared, "settings": settings, "contestants": known, "provenance": provenance()}

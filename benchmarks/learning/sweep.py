@@ -283,9 +283,18 @@ def check(options: Options) -> None:
         make_folder(options.out / folder)
 
 
+def refuse_old_runs(jobs: list[Job], out: Path) -> None:
+    """Exit code 2 if a run would replace a folder that this sweep has not made."""
+    for folder in [out / "runs" / job.name for job in jobs]:
+        if folder.exists() and any(folder.iterdir()):
+            fail(f"{folder} is there already, and no journal tells of it: give another --out, or move it away")
+
+
 def main(options: Options) -> int:
     check(options)
     place = where(options)
+    if not (options.out / "journal.jsonl").exists():
+        refuse_old_runs(plan(options), options.out)
     journal = Journal(options.out / "journal.jsonl", settings_of(options), options.resume)
     options = resumed(options, journal.settings)
     jobs = plan(options)

@@ -320,6 +320,8 @@ def check(options: Options) -> list[tuple[str, str]]:
         fail(f"--tasks {wrong[0][0]}: name script and environment, as in ppo:CartPole-v1")
     check_known("script", [script for script, _ in tasks], pairs())
     check_positive(options, "timeout")
+    if not np.isfinite(options.score or 0):
+        fail("--score must be a number")
     if not options.seeds:
         fail("--seeds: name at least one")
     check_once(options, "tasks", "variants", "peers", "seeds")
