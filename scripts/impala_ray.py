@@ -1150,7 +1150,7 @@ def ending_early():
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as error:
-        if not asked and error.code != signal.SIGTERM:  # that comes from the handler which Ray has while it starts
+        if not asked and getattr(error, "code", None) != signal.SIGTERM:  # as by Ray's own handler while it starts
             raise
         print("stopped before the run began", file=sys.stderr)
         sys.exit(128 + (asked or [signal.SIGTERM])[0])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.common import stats
+from benchmarks.learning import report, time_to_score
 
 
 def test_iqm_cuts_a_quarter_off_each_side():
@@ -100,3 +101,22 @@ def test_intervals_over_few_rounds_are_too_narrow(monkeypatch, rounds, share):
 
     intervals = [stats.ratio_of_medians(speeds(), speeds())[1:] for _ in range(trials)]
     assert np.mean([low < 1 < high for low, high in intervals]) == pytest.approx(share, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "shares", "held"), [(5, (1.0, 1.0), 0.87), (5, (0.8, 1.0), 0.70), (10, (1.0, 1.0), 0.88)]
+)
+def test_intervals_of_times_to_a_score_are_too_narrow(monkeypatch, seeds, shares, held):
+    """The texts of `time-to-score` and `speedrun` name these: runs reach a score after 100 s or, by a share, never."""
+    monkeypatch.setattr(stats, "RESAMPLES", 300)
+    rng, found = np.random.default_rng(6), []
+
+    def contestant(share: float) -> np.ndarray:
+        reached = rng.random(seeds) < share
+        return np.stack([np.where(reached, rng.normal(100, 20, seeds), 200.0), reached], axis=1)
+
+    first, second = (200 / share - 100 for share in shares)  # what somebody waits who starts anew
+    for _ in range(400):
+        low, high = report.interval([contestant(share) for share in shares], time_to_score.times_as_fast)
+        found.append(low <= second / first <= high)
+    assert np.mean(found) == pytest.approx(held, abs=0.04)

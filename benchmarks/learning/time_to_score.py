@@ -64,8 +64,9 @@ Wall time from the start of the process, imports and compiling included, until t
 each that got there": the time of all runs divided by the number of those that got there, which is what somebody waits
 who starts anew whenever a run was in vain. "Times as fast" are ratios of these. "≥": a mean with runs that did not get
 there. A run that failed is counted beside them and left out. Cold: the compile cache is empty; warm: an earlier run has
-filled it. Intervals are too narrow: in a simulation with five seeds, what is called 95 % held the truth in 83 % of
-cases, that of a ratio in 85 %, and in 68 % if one of two contestants failed to get there now and then.
+filled it. Intervals are too narrow: in a simulation (`tests/test_benchmark_stats.py`) with five seeds, what is called
+95 % held the truth in some 83 % of cases, that of a ratio in 87 %, and in 70 % if one of two contestants gets there in
+four of five runs only.
 """.strip()
 
 
