@@ -507,3 +507,13 @@ def test_a_round_that_failed_counts_nowhere():
     base = throughput.summarize([round_of(50.0, 1.0)])
     found = throughput.ratio({"compile": own, "eager": base}, "compile", "eager")
     assert (found["ratio"], found["interval"]) == (2, [2, 2])
+
+
+@pytest.mark.parametrize(("interval", "shown"), [([0.9, 1.2], "open"), ([1.1, 1.3], "4,000 / never")])
+def test_whether_compiling_pays_is_open_where_it_may_not_be_faster(interval, shown):
+    own = {"steps_per_second": 1.0, "quartiles": [1.0, 1.0], "cold_seconds": 1.0, "warm_seconds": None}
+    own |= {"peak_memory_mb": 1.0, "cores_used": 1.0}
+    ratios = [{"of": "compile", "to": "eager", "ratio": 1.2, "interval": interval}]
+    result = {"script": "ppo", "contestants": {"compile": own}, "ratios": ratios}
+    result["break_even_steps"] = {"compile": {"cold": 4000.0, "warm": None}}
+    assert shown in throughput.contestant_cells(result, "compile")

@@ -353,3 +353,20 @@ def test_a_log_that_grows_while_it_is_read_is_read_up_to_where_it_was(tmp_path):
     log.write_text('{"global_step": 1, "seconds": 0.5}\n{"global_step": 2, "sec')
     lines, last = time_to_score.written(log)
     assert [line["global_step"] for line in lines] == [1] and last == log.stat().st_mtime
+
+
+def test_nan_is_no_number(tmp_path, capsys):
+    assert "--timeout" in refusal(time_to_score.main, time_to_score.Options(timeout=float("nan"), out=tmp_path), capsys)
+    for module, task in ((time_to_score, ()), (speedrun, ("ppo", "CartPole-v1"))):
+        options = module.Options(*task, score=float("nan"), beside=()) if task else module.Options(score=float("nan"))
+        options.out = tmp_path
+        assert "--score must be a number" in refusal(module.main, options, capsys)
+
+
+def test_records_whose_names_give_one_path_do_not_replace_each_other(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(time_to_score, "run_once", lambda *_args, **_environment: outcome(1.0))
+    options = {"beside": (), "seeds": (1,), "score": 1.0, "out": tmp_path}
+    assert speedrun.main(speedrun.Options("ppo", "CartPole-v1", name="a/b", **options)) == 0
+    capsys.readouterr()
+    error = refusal(speedrun.main, speedrun.Options("ppo", "CartPole-v1", name="a b", **options), capsys)
+    assert "has name a/b" in error

@@ -397,12 +397,12 @@ def test_two_learners_are_one_with_twice_the_batch():
 @on_ray
 def test_other_learners_get_what_the_loop_changes_in_the_optimizer():
     """Numbers, tuples, buffers. And whatever `make_learner` draws is the same in all of them."""
-    make, seen = SCRIPT.make_learner, lambda x: (float(x.bonus), x.betas, x.scale, x.drawn.tolist())
+    make, seen = SCRIPT.make_learner, lambda x: (float(x.bonus), x.betas, x.scale)
 
     def make_more(*arguments):
         agent, optimizer, learn = make(*arguments)
         optimizer.register_buffer("bonus", torch.tensor(0.5))
-        optimizer.drawn = torch.randn(3)
+        agent.drawn = torch.randn(3)  # which is not sent
         return agent, optimizer, learn
 
     args = arguments(num_runners=1, num_learners=2, batch_fragments=1)
@@ -416,8 +416,9 @@ def test_other_learners_get_what_the_loop_changes_in_the_optimizer():
         optimizer.betas, optimizer.scale = (0.5, 0.9), np.float32(3)
         learners.update(optimizer, fragments[1:])
         learn(fragments[:1])
-        other = runners.ray.get(learners.actors[0].__ray_call__.remote(lambda self: seen(self.optimizer)))
-        assert other == seen(optimizer) and other[:3] == (2.0, (0.5, 0.9), 3.0)
+        asked = learners.actors[0].__ray_call__.remote(lambda self: (seen(self.optimizer), self.agent.drawn.tolist()))
+        other, drawn = runners.ray.get(asked)
+        assert other == seen(optimizer) == (2.0, (0.5, 0.9), 3.0) and drawn == agent.drawn.tolist()
 
 
 def test_learners_with_and_without_a_gpu_are_refused(capfd):

@@ -234,12 +234,13 @@ gym.register("Count-v0", Count)
 
 
 class Closing(Fragile):
-    """Writes a line into a file when it is closed."""
+    """Writes a line into a file when it is closed, which takes a while."""
 
     def move(self, _action):
         return np.zeros(3, dtype=np.float32), 1.0, False, self.steps % 10 == 0
 
     def close(self):
+        time.sleep(0.5)
         with self.path.open("a") as file:
             file.write("closed\n")
 
