@@ -134,7 +134,8 @@ def test_ways_to_act_that_were_measured_are_kept(tmp_path, capsys):
 
 def test_a_record_of_ten_seeds_stays(tmp_path, capsys):
     settings = {"variant": "eager", "cache": "cold", "flags": ""}
-    old = {"settings": settings, "contestants": {"record": []}, "seeds": [101, 102], "provenance": provenance()}
+    old = {"name": "1", "score": 475, "settings": settings, "contestants": {"record": []}, "seeds": [101, 102]}
+    old |= {"provenance": provenance()}
     (tmp_path / "ppo_CartPole-v1_475_1.json").write_text(json.dumps(old))
     options = speedrun.Options("ppo", "CartPole-v1", score=475, beside=(), seeds=(102,), out=tmp_path)
     assert "has the seeds 101, which yours would lack" in refusal(speedrun.main, options, capsys)
