@@ -62,4 +62,8 @@ def main(arguments: list[str]) -> int | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # before the command could say what to do about it
+        print("\nstopped", file=sys.stderr)
+        sys.exit(130)

@@ -1,6 +1,8 @@
 """run.sh and the commands behind it: what gets installed, which paths are meant, what is said of what is missing."""
 
+import importlib
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 from benchmark_helpers import ROOT, benchmark, benchmark_here
 
 from benchmarks import __main__ as commands
+from benchmarks.common import programs
 from benchmarks.tools import diff
 
 # In place of .venv's programs: they say what they are called with
@@ -159,6 +162,24 @@ def test_what_a_machine_lacks_is_said_before_it_is_imported(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: this Python lacks torch, tensordict, ") and "tyro" in done.stderr
+
+
+def test_ctrl_c_before_a_command_has_begun(monkeypatch, capsys):
+    def stop(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.util, "find_spec", stop)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "stale"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(commands.__file__, run_name="__main__")
+    assert end.value.code == 130 and capsys.readouterr().err == "\nstopped\n"
+
+
+def test_a_twin_without_its_eager_file_is_no_pair(monkeypatch, tmp_path):
+    monkeypatch.setattr(programs, "SCRIPTS", tmp_path)
+    for name in ("a.py", "a_torchcompile.py", "b_torchcompile.py", "c.py"):
+        (tmp_path / name).touch()
+    assert programs.pairs() == ["a"]
 
 
 @pytest.mark.parametrize("name", [name for name in commands.COMMANDS if name != "demo"])

@@ -33,7 +33,7 @@ def run_dir(tmp_path_factory):
 @pytest.fixture
 def refused(capsys):
     """A function that evaluates a folder in vain, and returns why."""
-    return lambda run_dir, **options: refusal(evaluate.evaluate, evaluate.Options(run_dir, **options), capsys)
+    return lambda run_dir, **options: refusal(evaluate.main, evaluate.Options(run_dir, **options), capsys)
 
 
 def test_plays_whole_episodes_and_prints_mean_and_deviation(run_dir):
@@ -80,6 +80,10 @@ def test_bad_folders(run_dir, tmp_path, refused):
     assert "no checkpoint.pt" in refused(without)
     (without / "checkpoint.pt").write_bytes((run_dir / "checkpoint.pt").read_bytes()[:1000])
     assert "can't be read" in refused(without)
+    torch.save({"model": {}}, without / "checkpoint.pt")
+    assert "is not the checkpoint of a run" in refused(without)
+    torch.save({"model": 3, "global_step": 1, "seconds": 1.0, "args": {}}, without / "checkpoint.pt")
+    assert "the checkpoint does not fit ppo.py" in refused(without)
     (without / "config.json").write_text("{")
     assert "config.json can't be read" in refused(without)
 
@@ -95,6 +99,7 @@ def test_a_checkpoint_that_does_not_fit(run_dir, tmp_path, refused):
 
 def test_bad_flags(run_dir, refused, tmp_path, capsys):
     assert "--episodes" in refused(run_dir, episodes=0)
+    assert "--seed must be at least 0" in refused(run_dir, seed=-1)
     assert "no script" in refused(run_dir, script=Path("nowhere.py"))
     done = benchmark_here(capsys, "evaluate", tmp_path / "missing")
     assert done.returncode == 2 and done.stderr == f"error: there is no folder {tmp_path / 'missing'}\n"
@@ -113,6 +118,14 @@ def test_video_names_what_to_install(env_id, there, missing, monkeypatch, tmp_pa
     module = load_script(SCRIPTS / "ppo.py")
     line = refusal(lambda path: evaluate.check_video(module, env_id, path), tmp_path / "a.mp4", capsys)
     assert f"needs {missing}: " in line and line.endswith(f"-m pip install {missing.replace(' and ', ' ')}\n")
+
+
+def test_video_needs_a_file_that_can_be_written(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(evaluate.importlib.util, "find_spec", lambda _: True)
+    module = load_script(SCRIPTS / "ppo.py")
+    for path in (tmp_path, tmp_path / "missing" / "a.mp4"):
+        line = refusal(lambda path: evaluate.check_video(module, "CartPole-v1", path), path, capsys)
+        assert line == f"error: --video: can't write a file {path}\n"
 
 
 def test_video_of_an_environment_of_envpool(tmp_path, monkeypatch, capsys):
@@ -167,8 +180,13 @@ def test_a_run_is_followed_until_it_has_ended(tmp_path, start, monkeypatch):
     assert f"step {last:,}: " in output and (folder / "evaluation.png").stat().st_size > 1000
     # Once more: there is nothing left to play, and what was played is kept
     monkeypatch.setattr(follow.os, "nice", lambda _: 0)  # which could not be taken back
-    evaluate.main(evaluate.Options(folder, follow=True))
+    evaluate.main(evaluate.Options(folder, follow=True, episodes=2))
     assert evaluations(folder) == lines
+    # With other episodes there is something to play, which has a curve of its own
+    evaluate.main(evaluate.Options(folder, follow=True, episodes=1))
+    assert [line["episodes"] for line in evaluations(folder)] == [*(x["episodes"] for x in lines), 1]
+    assert follow.lines_of(folder / "evaluation.jsonl", 2, 0) == lines
+    assert follow.lines_of(folder / "evaluation.jsonl", 2, 1) == []
 
 
 def test_who_only_reads_a_log_is_no_run(run_dir):

@@ -1,6 +1,8 @@
 """Files of results: nothing that was measured is lost, and what is no result is refused by name before measuring."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,7 @@ from benchmark_helpers import refusal
 
 from benchmarks.acting import inference, rollout
 from benchmarks.common import results, stats, turns
-from benchmarks.common.programs import check_once, split_flags
+from benchmarks.common.programs import ROOT, check_once, split_flags
 from benchmarks.common.results import Target, machine_folder, provenance, say_written
 from benchmarks.learning import speedrun, sweep, time_to_score
 from benchmarks.pools import env_pools, scaling
@@ -106,6 +108,16 @@ def test_a_command_says_which_results_are_incomplete(tmp_path, capsys):
     assert say_written(tmp_path, [targets["whole"]]) == 0
 
 
+def test_two_commands_do_not_write_to_one_folder(tmp_path):
+    Target(tmp_path / "a.json")
+    Target(tmp_path / "b.json")  # the same command may
+    program = "import sys; from pathlib import Path; from benchmarks.common.results import Target; "
+    other = [sys.executable, "-c", program + "Target(Path(sys.argv[1], 'c.json'))", tmp_path]
+    done = subprocess.run(other, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == f"error: another command is writing to {tmp_path}: wait for its end, or give another --out\n"
+
+
 def test_whole_runs_that_were_measured_are_kept(tmp_path, capsys):
     own = {"contestants": {"eager": contestant(100.0) | {"whole": {"seconds": 1.0, "steps": 5}}}, "flags": ""}
     old = own | {"break_even_steps": {}, "rounds": 1, "provenance": provenance()}
@@ -124,6 +136,10 @@ def test_ways_to_act_that_were_measured_are_kept(tmp_path, capsys):
     options = {"networks": ("ppo",), "devices": ("cpu",), "batch_sizes": (1, 64), "out": tmp_path}
     fewer = inference.Options(**options, paths=("eager",))
     assert "has the paths numpy, which yours would lack" in refusal(inference.main, fewer, capsys)
+    (tmp_path / "ppo.cpu.json").write_text(json.dumps(old | {"seconds": 2.0}))
+    assert "has 2 seconds, more than yours" in refusal(
+        inference.main, inference.Options(**options, paths=("eager", "numpy")), capsys
+    )
     fewer = inference.Options(**options | {"batch_sizes": (1,)})
     assert "has the batch_sizes 64, which yours would lack" in refusal(inference.main, fewer, capsys)
     row = {"family": "classic", "num_envs": 8, "backend": "envpool", "actor": "numpy"}

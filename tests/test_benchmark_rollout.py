@@ -173,6 +173,17 @@ def test_only_timed_steps_of_sampling_count(monkeypatch):
     assert row["p50_us"] == pytest.approx(1000)
 
 
+def test_nothing_measured_is_a_failure(monkeypatch, tmp_path, capsys):
+    def run_cases(_module, cases, *more):
+        more[-1](cases[0], [], "it broke")
+
+    monkeypatch.setattr(rollout.turns, "run_cases", run_cases)
+    options = rollout.Options(families=("classic",), num_envs=(1,), compile_actor=("off",), out=tmp_path)
+    assert rollout.main(options) == 1
+    done = capsys.readouterr()
+    assert f"written to {tmp_path}: rollout.md, rollout.json\n" in done.out and "not all of rollout" in done.err
+
+
 def test_rows_that_failed_do_not_replace_good_ones(monkeypatch, tmp_path):
     """They lie beside the old result."""
     flags = {"families": ("classic",), "num_envs": (1,), "compile_actor": ("off",), "out": tmp_path}

@@ -66,7 +66,7 @@ def test_without_a_configuration(tmp_path, text):
         (folder / "config.json").write_text(text)
     run = runs.read_run(folder)
     assert (run.script, run.env_id, run.seed) == ("unknown", "unknown", None)
-    assert "config.json" in run.problems[0]
+    assert "config.json" in run.problems[0] and not run.is_complete
     assert runs.final_return(run) == 1
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -75,12 +76,10 @@ def test_after_sigkill_finished_runs_are_not_run_again(tmp_path, capsys):
 
 def test_failed_runs_are_shown_and_run_again(tmp_path, capsys):
     flags = ["--scripts", "ppo", "--seeds", 1, "--total-timesteps", 2000, "--out", tmp_path, "--jobs", 2, SMALL]
-    ids = ["--env-ids", "CartPole-v1", "NoSuchEnv-v0"]
+    ids = ["--env-ids", "CartPole-v1", "Pendulum-v1"]
     done = benchmark_here(capsys, "sweep", *flags, "--variants", "eager", *ids)
     assert done.returncode == 1
-    assert re.search(
-        r"NoSuchEnv-v0__ppo__eager__1, exit code 2; its last lines:\n    error: .*NoSuchEnv-v0", done.stdout
-    )
+    assert re.search(r"Pendulum-v1__ppo__eager__1, exit code 2; its last lines:\n    error: .*Pendulum-v1", done.stdout)
     assert "1 of 2 runs finished" in done.stdout
     again = benchmark_here(capsys, "sweep", "--resume", "--out", tmp_path)
     assert again.returncode == 1 and "1 of 2 runs finished" in again.stdout
@@ -117,10 +116,35 @@ def test_a_sweep_that_runs_is_left_alone(tmp_path, capsys):
         ({"jobs": 0}, "--jobs"),
         ({"resume": True}, "there is no sweep in"),
         ({"out": Path("/dev/null/x")}, "can't write"),
+        ({"seeds": ()}, "--seeds: name at least one"),
+        ({"seeds": (-1,)}, "do not lie in 0 to"),
     ],
 )
 def test_bad_input(options, message, tmp_path, capsys):
     assert message in refusal(sweep.check, sweep.Options(**{"out": tmp_path, **options}), capsys)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"flags": "--bogus 1"}, "ppo does not take --seed 1 --env-id CartPole-v1 --total-timesteps 50000 --bogus 1"),
+        ({"flags": "--gamma 2"}, "ppo: --gamma must be at least 0 and at most 1, not 2.0"),
+        ({"env_ids": ("NoEnv-v0",)}, "no environment NoEnv-v0: "),
+        ({"env_ids": ("no_module:Env-v0",)}, "no environment no_module:Env-v0: "),
+    ],
+)
+def test_runs_that_would_fail_are_refused_before_any_is_started(options, message, tmp_path, capsys):
+    ppo = {"scripts": ("ppo",), "variants": ("eager",), "seeds": (1, 2), "out": tmp_path}
+    assert message in refusal(sweep.main, sweep.Options(**ppo | options), capsys)
+    assert not (tmp_path / "journal.jsonl").exists()
+
+
+def test_runs_are_in_the_folder_of_the_caller(tmp_path, monkeypatch):
+    """Where an environment may find its files."""
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-c", "import os; print(os.getcwd())"]
+    child = sweep.Here(1).start(command, tmp_path / "run", tmp_path / "output", 0, lambda _: None)
+    assert child.wait(30) == 0 and (tmp_path / "output").read_text() == f"{tmp_path}\n"
 
 
 def test_plan_has_every_combination_once():
@@ -149,8 +173,8 @@ def test_last_step(tmp_path):
 
 def test_a_sweep_does_not_replace_runs_that_it_has_not_made(tmp_path, capsys):
     """As after its journal was removed: there may be a user's own files beside them."""
-    options = sweep.Options(scripts=("ppo",), seeds=(1,), variants=("eager",), out=tmp_path)
-    (job,) = sweep.plan(options)
+    options = sweep.Options(seeds=(1,), out=tmp_path)  # of all scripts and variants
+    job = next(job for job in sweep.plan(replace(options, scripts=("ppo",), variants=("eager",))))
     kept = tmp_path / "runs" / job.name / "my_notes.txt"
     kept.parent.mkdir(parents=True)
     kept.write_text("mine")

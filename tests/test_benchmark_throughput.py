@@ -63,10 +63,11 @@ def test_throughput_from_end_to_end(tmp_path):
 
 def test_a_contestant_that_fails_is_shown_and_the_others_count(tmp_path, capsys):
     arguments = ["--scripts", "ppo", "--variants", "eager", "--rounds", 1, "--seconds", 0.1, "--window", 0.05]
-    done = benchmark_here(capsys, "throughput", *arguments, "--no-ceilings", "--flags=--gamma 7", "--out", tmp_path)
+    arguments += ["--no-ceilings", "--flags=--num-minibatches 7", "--out", tmp_path]
+    done = benchmark_here(capsys, "throughput", *arguments)
     assert done.returncode == 1, done.stderr  # the first measurement, so it is kept
-    assert "error: --gamma must be at least 0 and at most 1" in done.stdout + done.stderr
-    result = json.loads((tmp_path / "ppo_gamma_7.json").read_text())
+    assert "can't be divided into 7 equal minibatches" in done.stdout + done.stderr
+    result = json.loads((tmp_path / "ppo_num_minibatches_7.json").read_text())
     assert result["contestants"]["eager"]["failed"] == ["exit code 2"]
     assert "| eager | failed |" in (tmp_path / "throughput.md").read_text()
 
@@ -77,7 +78,7 @@ def test_a_contestant_that_fails_is_shown_and_the_others_count(tmp_path, capsys)
         ({"ceilings": False}, "ceilings, which --no-ceilings would lack"),
         ({"rounds": 2}, "has 3 rounds, more than yours"),
         ({"seconds": 5.0}, "has 20 seconds, more than yours"),
-        ({"flags": "--gamma -0.9"}, "has flags --gamma 0.9"),
+        ({"flags": "--gamma=0.9"}, "has flags --gamma 0.9"),
     ],
 )
 def test_less_does_not_replace_more(tmp_path, capsys, change, message):

@@ -117,6 +117,7 @@ def test_command(monkeypatch, tmp_path, capsys):
     """What was measured lies in the folder, with where it comes from, a table and a figure."""
     delays = {"eager": 0.0, "sb3": 1.0}
     monkeypatch.setattr(time_to_score, "command", lambda _script, name: program(delays[name]))
+    monkeypatch.setattr(time_to_score, "check_settings", lambda _: None)
     monkeypatch.setattr(time_to_score, "check_installed", lambda _: None)
     options = time_to_score.Options(("ppo:CartPole-v1",), ("eager",), ("sb3",), (1, 2), score=15.0, out=tmp_path)
     time_to_score.main(options)
@@ -271,6 +272,13 @@ def test_the_interval_of_a_ratio_knows_of_runs_in_vain():
     """With two runs, of which one was in vain, both may have been."""
     others = [outcome(10.0), outcome(90.0, reached=False)]
     assert time_to_score.compared([outcome(10.0)] * 2, others) == "10.00 [1.00, inf]"
+
+
+def test_a_ratio_to_a_contestant_that_never_got_there_is_a_bound():
+    never = [outcome(600.0, reached=False)] * 3
+    assert time_to_score.compared([outcome(40.0), outcome(80.0)], never) == "≥ 10.00"
+    assert time_to_score.compared(never, [outcome(40.0)] * 2) == "-"
+    assert time_to_score.compared(never, never) == "-"
 
 
 def test_a_cache_is_warm_some_lines_after_the_first_update():

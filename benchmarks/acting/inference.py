@@ -236,7 +236,7 @@ def main(options: Options) -> int:
     for network, device in product(options.networks, options.devices):
         path = options.out / f"{network}.{device}.json"
         own = {"network": network, "device": device, "threads": options.threads, "batch_sizes": sizes}
-        targets[network, device] = target = Target(path, **own)
+        targets[network, device] = target = Target(path, {"seconds": options.seconds}, **own)
         known = {cell["path"] for cell in target.old.get("cells", [])}
         if missing := sorted(known - set(paths_of(device, options))):
             fail(f"{path} has the paths {', '.join(missing)}, which yours would lack: give another --out")

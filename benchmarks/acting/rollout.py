@@ -159,16 +159,19 @@ def measure(options: Options, time_limit: float, bar: tqdm, on_result: Callable[
 
 def main(options: Options) -> int:
     started, options = time.perf_counter(), check(options)
-    target = Target(options.out / "rollout.json", device=options.device, threads=options.threads)
+    effort, path = {"seconds": options.seconds}, options.out / "rollout.json"
+    target = Target(path, effort, device=options.device, threads=options.threads)
     kept = f"what was measured before lies in {options.out}"
     place = lambda row: (row["family"], row["num_envs"], row["backend"], row["actor"])  # noqa: E731
     asked = set(map(place, settings_of(options)))
     if missing := set(map(place, target.old.get("rows", []))) - asked:
         fail(f"{target.path} has {' '.join(map(str, min(missing)))}, which yours would lack: give another --out")
     good = lambda rows: {place(row) for row in rows if "error" not in row}  # noqa: E731
-    is_whole = lambda rows: len(rows) == len(asked) and good(target.old.get("rows", [])) <= good(rows)  # noqa: E731
+    before = good(target.old.get("rows", []))
+    is_whole = lambda rows: len(rows) == len(asked) and bool(good(rows)) and before <= good(rows)  # noqa: E731
     with stoppable(kept), tqdm(unit="actor", disable=None) as bar:
         left = options.time_limit - (time.perf_counter() - started)
         measure(options, left, bar, lambda result: target.write(result, is_whole(result["rows"])))
     print(write_summary(options.out))
-    return say_written(options.out, [target], "rollout.md", "rollout.png")
+    figure = ["rollout.png"] * (options.out / "rollout.png").exists()
+    return say_written(options.out, [target], "rollout.md", *figure)

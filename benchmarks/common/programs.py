@@ -1,6 +1,8 @@
 """The scripts as programs: which pairs there are, the variants of a pair, and how to run or load one."""
 
+import contextlib
 import importlib.util
+import io
 import os
 import shlex
 import shutil
@@ -47,7 +49,8 @@ def fail(message: str) -> NoReturn:
 
 def pairs() -> list[str]:
     """Names of all pairs, by their eager twin."""
-    return sorted(path.stem.removesuffix(SUFFIX) for path in SCRIPTS.glob(f"*{SUFFIX}.py"))
+    names = sorted(path.stem.removesuffix(SUFFIX) for path in SCRIPTS.glob(f"*{SUFFIX}.py"))
+    return [name for name in names if (SCRIPTS / f"{name}.py").exists()]
 
 
 def pairs_here() -> list[str]:
@@ -88,6 +91,16 @@ def check_once(options, *names: str) -> None:
             fail(f"--{name.replace('_', '-')} has {twice[0]} twice")
 
 
+def check_seeds(seeds: tuple[int, ...]) -> None:
+    """Refuse an empty list of seeds, one that is there twice, and one that no script takes."""
+    if not seeds:
+        fail("--seeds: name at least one")
+    if twice := [x for i, x in enumerate(seeds) if x in seeds[:i]]:
+        fail(f"--seeds has {twice[0]} twice")
+    if not 0 <= min(seeds) <= max(seeds) < 2**63:
+        fail(f"--seeds: {min(seeds)} to {max(seeds)} do not lie in 0 to 2^63 - 1")
+
+
 def split_flags(text: str, *more: str, refused: tuple[str, ...] = ("--run-dir", "--resume")) -> list[str]:
     """The words of --flags; refused if they can't be read, or hold a flag that the command sets itself."""
     try:
@@ -98,6 +111,40 @@ def split_flags(text: str, *more: str, refused: tuple[str, ...] = ("--run-dir", 
         if (name := word.partition("=")[0].replace("_", "-")) in (*refused, *more):
             fail(f"--flags: {name} is not for you to set here")
     return words
+
+
+def check_environment(env_id: str) -> None:
+    """Refuse an environment that neither Gymnasium nor EnvPool knows."""
+    import envpool
+    import gymnasium as gym
+
+    try:
+        gym.spec(env_id)
+    except (gym.error.Error, ImportError) as error:
+        if env_id not in envpool.list_all_envs():
+            fail(f"no environment {env_id}: {error}")
+
+
+def check_settings(arguments: list[str]) -> None:
+    """Refuse a script's command line, as from `command`, that the script or its task would refuse.
+
+    What the script says of a wrong value follows its name; the parser's report of an unknown flag has many lines.
+    """
+    import tyro
+
+    path, words, said = Path(arguments[1]), arguments[2:], io.StringIO()
+    module = load_script(path)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            args = tyro.cli(module.Args, args=words)
+    except SystemExit:
+        fail(f"{path.stem} does not take {shlex.join(words)}; its --help says what it takes")
+    try:
+        with contextlib.redirect_stderr(said):
+            module.validate(args)
+    except SystemExit:
+        fail(f"{path.stem}: {said.getvalue().strip().removeprefix('error: ')}")
+    check_environment(args.env_id)
 
 
 def check_installed(peers: tuple[str, ...]) -> None:

@@ -1,5 +1,6 @@
 """Common parts of all results: provenance (command, commit, versions, machine, date; no host names), and tables."""
 
+import fcntl
 import json
 import os
 import platform
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -85,6 +86,7 @@ GENERATIONS = {
     "Intel(R) Xeon(R) Processor": "Intel Xeon (with AMX)",  # results from before the family was named
     "Intel(R) Xeon(R) Processor @ 2.50GHz (family 6, model 85)": "Intel Xeon (Cascade Lake)",  # AVX-512, no AMX
 }
+CLAIMED: dict[Path, int] = {}  # folders that this process has locked, with their file descriptors
 SECOND_EPYC = "2026-11-23 17:00"  # when results without the CPU's family changed from one "AMD EPYC" to another
 # What results depend on; writing results does not count as a change of the code
 CODE = ("scripts", "benchmarks", "requirements", ":(exclude)benchmarks/results")
@@ -201,15 +203,29 @@ def write_json(path: Path, content) -> None:
     write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
+def claim(folder: Path) -> None:
+    """Lock a folder for this process until it ends; SystemExit(2) if another process has locked it."""
+    if (folder := folder.resolve()) in CLAIMED:
+        return
+    CLAIMED[folder] = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):  # a file system without locks
+        try:
+            fcntl.flock(CLAIMED[folder], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"another command is writing to {folder}: wait for its end, or give another --out")
+
+
 class Target:
     """A file for a result; its old content is kept until the new result is complete.
 
     If the old result is from another machine or answers another question, the new one must not replace it, and this is
-    refused before anything is measured. Of a list, such as the contestants, the new one must have all that the old has.
-    `effort` are numbers, such as of rounds, that must not be less than the old ones.
+    refused before anything is measured, as is a folder to which another command is writing. Of a list, such as the
+    contestants, the new one must have all that the old has. `effort` are numbers, such as of rounds, that must not be
+    less than the old ones.
     """
 
     def __init__(self, path: Path, effort: dict[str, float] | None = None, **question):
+        claim(path.parent)
         self.path, self.part = path, path.with_name(path.name + ".part")
         self.is_new, self.is_whole = not path.exists(), False
         self.old = old = {} if self.is_new else load(path, *question)

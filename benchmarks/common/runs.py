@@ -106,10 +106,12 @@ class Run:
     def is_complete(self) -> bool:
         # A PPO rollout has fewer steps than rows, as a row in which an environment resets is no step. So rollouts are
         # counted, one per log line; over Ray, where lines come by steps, ended episodes count the resets instead
+        if self.budget is None:  # its settings can't be read
+            return False
         if "num_steps" in self.args and "log_every" not in self.args:
-            return bool(self.lines) and len(self.lines) >= DONE * (self.budget or 0) / self.rollout
+            return bool(self.lines) and len(self.lines) >= DONE * self.budget / self.rollout
         resets = np.nansum(self.column("charts/episodes")) if "num_steps" in self.args else 0
-        return bool(self.lines) and self.steps + resets >= DONE * (self.budget or 0)
+        return bool(self.lines) and self.steps + resets >= DONE * self.budget
 
     def until(self, end: float, position: str = "global_step") -> "Run":
         """The run as it was after so many steps or, by `position`, seconds."""
@@ -204,7 +206,7 @@ def read_run(folder: Path) -> Run:
         problems.append(f"{broken} broken lines in metrics.jsonl")
     if lines and not len(run.episodes()[0]):
         problems.append("no episode ended")
-    if lines and not run.is_complete:
+    if lines and run.budget is not None and not run.is_complete:
         problems.append(f"ended after {run.steps:,} of {run.budget:,} steps")
     return run
 

@@ -53,8 +53,9 @@ OWN = ("env_id", "seed", "run_dir", "resume", "exp_name", "tensorboard", "track"
 @dataclass
 class Options:
     runs: Annotated[
-        tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUNS...")
-    ]  # folders, searched recursively
+        tyro.conf.Positional[tuple[Path, ...]],
+        tyro.conf.arg(metavar="RUNS...", help="folders, searched recursively", help_behavior_hint=""),
+    ]
     out: Path = Path("runs/report")  # folder to write the report into
     until: int | None = None  # leave out what longer runs did after so many environment steps
 
@@ -479,4 +480,5 @@ def main(options: Options) -> None:
         fail(f"--until is a number of steps from 1 on, not {options.until}")
     report = write_report(folders, options.out, options.until)
     print(markdown(report))
-    print(f"written to {options.out}: report.md, report.json, learning_curves.png, curves.json.gz")
+    figure = ", learning_curves.png" * any(row["seeds"] for row in report["rows"])
+    print(f"written to {options.out}: report.md, report.json, curves.json.gz{figure}")

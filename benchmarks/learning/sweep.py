@@ -34,6 +34,8 @@ from benchmarks.common.programs import (
     check_known,
     check_once,
     check_positive,
+    check_seeds,
+    check_settings,
     command,
     default_variants,
     fail,
@@ -116,7 +118,7 @@ class Journal:
 def read_journal(path: Path) -> list[dict]:
     """The whole lines of a journal."""
     lines = []
-    for text in path.read_text().splitlines() if path.exists() else ():
+    for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
         with suppress(ValueError):
             lines += [line] if isinstance(line := json.loads(text), dict) else []
     return lines
@@ -195,7 +197,7 @@ class Here:
         shutil.rmtree(folder, ignore_errors=True)
         note("started")
         command = [*arguments, "--run-dir", str(folder.resolve())]
-        return processes.start(command, output, share_of_cores(slot, self.slots))
+        return processes.start(command, output, share_of_cores(slot, self.slots), cwd=Path.cwd())
 
     def close(self) -> None:
         """All its runs have ended, and nothing else is open."""
@@ -273,9 +275,8 @@ def check(options: Options) -> None:
         fail("--gpus-per-run must be a share of one GPU, or a whole number of them")
     if options.ray_address is not None and options.jobs != Options.jobs:
         fail("--jobs is for one machine: on a cluster, as many runs go side by side as it has room for")
-    if not options.seeds:
-        fail("--seeds: name at least one")
-    check_once(options, "scripts", "env_ids", "variants", "seeds")  # runs of the same name would share a folder
+    check_seeds(options.seeds)
+    check_once(options, "scripts", "env_ids", "variants")  # runs of the same name would share a folder
     split_flags(options.flags, "--env-id", "--seed", "--total-timesteps")
     if options.resume and not read_journal(options.out / "journal.jsonl"):
         fail(f"there is no sweep in {options.out} to go on with")
@@ -283,18 +284,22 @@ def check(options: Options) -> None:
         make_folder(options.out / folder)
 
 
-def refuse_old_runs(jobs: list[Job], out: Path) -> None:
-    """Exit code 2 if a run would replace a folder that this sweep has not made."""
+def refuse(jobs: list[Job], options: Options) -> None:
+    """Exit code 2 if a run of a new sweep can't work here, or would replace a folder that no sweep has made."""
+    out = options.out
     for folder in [out / "runs" / job.name for job in jobs]:
         if folder.exists() and any(folder.iterdir()):
             fail(f"{folder} is there already, and no journal tells of it: give another --out, or move it away")
+    if options.ray_address is None:  # else another machine runs them, which may have a GPU
+        for job in jobs[: len(jobs) // len(options.seeds)]:
+            check_settings(job.arguments)
 
 
 def main(options: Options) -> int:
     check(options)
     place = where(options)
     if not (options.out / "journal.jsonl").exists():
-        refuse_old_runs(plan(options), options.out)
+        refuse(plan(resumed(options, settings_of(options))), options)
     journal = Journal(options.out / "journal.jsonl", settings_of(options), options.resume)
     options = resumed(options, journal.settings)
     jobs = plan(options)

@@ -13,10 +13,8 @@ Takes: as long as the trials that it announces, and the check at the end: twice 
 Leaves: in --out report.json, trials.csv, figures, the runs of all trials and the journal from which --resume continues.
 """
 
-import contextlib
 import importlib
 import importlib.util
-import io
 import json
 import os
 import random
@@ -28,13 +26,13 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import tyro
 
 from benchmarks.common.programs import (
     SCRIPTS,
     SUFFIX,
     check_known,
     check_positive,
+    check_settings,
     command,
     default_variants,
     fail,
@@ -143,11 +141,7 @@ def check_flags(options: Options, names: list[str]) -> None:
             fail(f"--flags: {name} is searched")
         if name in KEPT:
             fail(f"--flags: {name} is set by tune, which has flags of its own for the task and the budget")
-    try:
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            tyro.cli(load_script(SCRIPTS / f"{options.script}.py").Args, args=options.fixed)
-    except SystemExit:
-        fail(f"--flags {options.flags}: {options.script} does not take them; its --help says which it takes")
+    check_settings([*options.program, *options.fixed])
 
 
 def check_installed(options: Options) -> None:
@@ -282,5 +276,5 @@ def main(options: Options) -> int:
     random.seed(options.search_seed)  # by which pbt perturbs
     np.random.seed(options.search_seed)
     engine = importlib.import_module("benchmarks.learning.tune_engine")
-    with stoppable(f"to go on: ./run.sh tune --resume {options.out}"):
+    with stoppable(f"to go on: ./run.sh tune --resume {shlex.quote(str(options.out))}"):
         return engine.run(options, search, journal)

@@ -44,6 +44,7 @@ class Plan:
     perturbed: tuple[str, ...] = ()  # settings that may change while a trial runs
     members: int = 0  # size of a population whose members all run in parallel and in step; otherwise 0
     first_seed: int = 1  # seed of the first run of the first trial
+    cwd: Path = field(default_factory=Path.cwd)  # the folder of the user, not that of a process of Ray's
 
     @property
     def last(self) -> int:
@@ -197,7 +198,8 @@ class Trial(Trainable):
                 seed = seed_of(self.trial_id, i, self.plan)
                 chosen = [as_flag(name, value) for name, value in settings.items()]
                 arguments = [*self.plan.flags, *chosen, f"--seed={seed}", f"--run-dir={folder}"]
-            child = processes.start([*self.plan.program, *arguments], folder.with_suffix(".txt"), self.cores)
+            command, output = [*self.plan.program, *arguments], folder.with_suffix(".txt")
+            child = processes.start(command, output, self.cores, cwd=self.plan.cwd)
             self.programs.append(Program(folder, self.plan, child))
 
     def step(self) -> dict:

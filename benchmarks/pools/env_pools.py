@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from benchmarks.common import plots, processes, runs, steady, turns
 from benchmarks.common.programs import ROOT, SCRIPTS, check_once, check_positive, fail
-from benchmarks.common.results import Target, describe, make_folder, provenance, say_written, stoppable, table
+from benchmarks.common.results import Target, describe, load_all, make_folder, provenance, say_written, stoppable, table
 from benchmarks.pools import models as pool_models
 from benchmarks.pools import peers as pool_peers
 from benchmarks.pools.sleeping import CHANCE, STEP, TAIL, TALK, Sleeping
@@ -424,6 +424,7 @@ def check(options: Options) -> None:
     if any(size <= 0 or size % 6 for size in options.sizes):
         fail("--sizes must be multiples of 6, so that workers of 2 and of 3 environments come out even")
     make_folder(options.out)
+    load_all(options.out)
 
 
 def main(options: Options) -> int:

@@ -45,9 +45,7 @@ eager script after about fifty updates on Pendulum, where rounding errors do not
 
 @dataclass
 class Options:
-    scripts: tuple[
-        str, ...
-    ] = ()  # pairs to measure, by the name of the eager script; by default all that have a ladder
+    scripts: tuple[str, ...] = ()  # pairs, by the name of the eager script; by default all that have a ladder
     rounds: int = 3  # how often each rung is started
     seconds: float = 30.0  # seconds of steady running to measure in each run
     timeout: float = 900.0  # seconds after which a run is ended, steady or not

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +36,7 @@ from benchmarks.common.programs import (
     check_known,
     check_once,
     check_positive,
+    check_settings,
     command,
     default_variants,
     fail,
@@ -409,6 +411,8 @@ def check(options: Options) -> list[str]:
     if options.whole_steps and set(CLONES) & set(options.peers):
         fail("--whole-steps: leave it out beside cleanrl and leanrl, whose logs and checkpoints are not written here")
     check_installed(options.peers)
+    for script, variant in product(scripts, options.variants or default_variants()):
+        check_settings([*command(script, variant), *split_flags(options.flags)])
     make_folder(options.out)
     return scripts
 

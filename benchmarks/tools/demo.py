@@ -4,6 +4,7 @@ FLAGS go to scripts/ppo_continuous_action_torchcompile.py; `--help` lists them. 
 """
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -71,6 +72,7 @@ def summarize(folder: Path) -> None:
     run = runs.read_run(folder)
     if not run.lines:
         return
+    quoted = shlex.quote(str(folder))  # in a line to paste
     speed = np.median(run.column("charts/SPS")[len(run.lines) // 5 :])  # the first lines compile
     score, episodes = runs.final_return(run), min(run.episodes()[2].sum(), runs.LAST_EPISODES)
     rows = [
@@ -79,17 +81,18 @@ def summarize(folder: Path) -> None:
         ("log", folder / "metrics.jsonl"),
     ]
     if (folder / "checkpoint.pt").exists():
-        rows += [("checkpoint", folder / "checkpoint.pt"), ("evaluate", f"./run.sh evaluate {folder}")]
+        rows += [("checkpoint", folder / "checkpoint.pt"), ("evaluate", f"./run.sh evaluate {quoted}")]
     if episodes:
         draw_learning_curve(run, folder / "learning_curve.png")
         rows.insert(3, ("curve", folder / "learning_curve.png"))
     if not run.is_complete:
-        rows.append(("go on", f"./run.sh demo --resume {folder}"))
+        rows.append(("go on", f"./run.sh demo --resume {quoted}"))
     print("\n" + "\n".join(f"{name:<11}{value}" for name, value in rows))
 
 
 def main(flags: list[str]) -> int:
     if {"-h", "--help"} & set(flags):
+        print(__doc__, flush=True)
         return subprocess.run([sys.executable, str(SCRIPT), *flags]).returncode
     before, after = compile_flags(flags)
     folder = flag_value(flags, "resume") or flag_value(flags, "run-dir")

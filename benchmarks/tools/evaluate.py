@@ -63,15 +63,13 @@ def check_video(module: ModuleType, env_id: str, path: Path) -> None:
     needed = ["moviepy", *(["pygame"] if set(kind) & DRAWN_BY_PYGAME else [])]
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         fail(f"--video of {env_id} needs {' and '.join(missing)}: {sys.executable} -m pip install {' '.join(missing)}")
-    if not path.parent.is_dir():
-        fail(f"--video: there is no folder {path.parent}")
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        fail(f"--video: can't write a file {path}")
     os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
 
 
 def evaluate(options: Options) -> list[float]:
     """Play, print mean and standard deviation, and write the video if one is wanted."""
-    if options.episodes < 1:
-        fail(f"--episodes must be at least 1, not {options.episodes}")
     module, args = play.load_run(options.run_dir, options.script)
     checkpoint = play.load_checkpoint(options.run_dir)
     if options.video is not None:
@@ -99,10 +97,13 @@ def evaluate(options: Options) -> list[float]:
 
 
 def main(options: Options) -> None:
+    for name, least in (("episodes", 1), ("seed", 0)):
+        if getattr(options, name) < least:
+            fail(f"--{name} must be at least {least}")
     if not options.follow:
         evaluate(options)
         return
-    if options.video is not None or options.episodes < 1:
-        fail("--follow films nothing, and plays one episode or more")
+    if options.video is not None:
+        fail("--follow films nothing: leave --video out")
     with stoppable(f"what was played is in {options.run_dir / 'evaluation.jsonl'}"):
         follow.follow(options.run_dir, options.script, options.episodes, options.seed)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import plots, runs
+from benchmarks.common.results import make_folder
 from benchmarks.tools import play
 
 LOOK_EVERY = 1.0  # seconds between two looks for a checkpoint
@@ -55,6 +56,14 @@ def new_checkpoint(folder: Path, seen: list[int]) -> dict | None:
     return play.load_checkpoint(folder) if written else None
 
 
+def lines_of(log: Path, episodes: int, seed: int) -> list[dict]:
+    """What was played before with so many episodes and this seed, in the order of steps; `log` holds others, too."""
+    texts = log.read_text(errors="replace").splitlines() if log.exists() else ()
+    lines = [line for line in map(runs.parse_line, texts) if line and "mean_return" in line]
+    own = [line for line in lines if (line["episodes"], line.get("seed", 0)) == (episodes, seed)]
+    return sorted(own, key=lambda line: line["global_step"])
+
+
 def follow(folder: Path, script: Path | None, episodes: int, seed: int) -> None:
     """Play each checkpoint not played yet; each adds a line to evaluation.jsonl and redraws the curve."""
     import torch
@@ -62,15 +71,17 @@ def follow(folder: Path, script: Path | None, episodes: int, seed: int) -> None:
     os.nice(10)  # to disturb the run as little as possible
     torch.set_num_threads(1)
     module, args = play.load_run(folder, script)
+    make_folder(folder)  # refuses one that can't be written to
     args, log, seen, has_ended = play.for_playing(module, args), folder / "evaluation.jsonl", [], False
-    lines, title = runs.read_lines(log)[0], f"{Path(module.__file__).stem} on {args.env_id}, seed {args.seed}"
+    lines, title = lines_of(log, episodes, seed), f"{Path(module.__file__).stem} on {args.env_id}, seed {args.seed}"
     while not has_ended:
         has_ended = not is_running(folder)  # checked first, so that a last checkpoint is not missed
         checkpoint = new_checkpoint(folder, seen)
         if checkpoint and all(line["global_step"] != checkpoint["global_step"] for line in lines):
             returns = play.play(module, args, checkpoint, episodes, seed)
             line = {"global_step": checkpoint["global_step"], "seconds": round(checkpoint["seconds"], 3)}
-            line |= {"mean_return": float(np.mean(returns)), "std_return": float(np.std(returns)), "episodes": episodes}
+            line |= {"mean_return": float(np.mean(returns)), "std_return": float(np.std(returns))}
+            line |= {"episodes": episodes, "seed": seed}
             lines.append(line)
             with log.open("a") as file:
                 file.write(json.dumps(line) + "\n")

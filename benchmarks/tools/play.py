@@ -49,12 +49,16 @@ def load_checkpoint(folder: Path) -> dict:
     """The checkpoint of a run, memory-mapped: what is not used, such as a replay buffer, stays on disk."""
     import torch
 
+    path = folder / "checkpoint.pt"
     try:
-        return torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True, mmap=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
-        fail(f"{folder} has no checkpoint.pt: the run ended before it wrote one")
+        fail(f"{folder} has no checkpoint.pt: the run has not written one")
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError) as error:
-        fail(f"{folder / 'checkpoint.pt'} can't be read ({type(error).__name__})")
+        fail(f"{path} can't be read ({type(error).__name__})")
+    if not isinstance(checkpoint, dict) or not {"global_step", "seconds"} <= set(checkpoint):
+        fail(f"{path} is not the checkpoint of a run")
+    return checkpoint
 
 
 def for_playing(module: ModuleType, args, is_filmed: bool = False):
@@ -73,7 +77,7 @@ def play(module: ModuleType, args, checkpoint: dict, episodes: int, seed: int) -
     envs = make_envs(module, args, seeds.tolist())
     try:
         policy = module.load_policy(checkpoint, envs)
-    except (KeyError, RuntimeError) as error:
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
         fail(f"the checkpoint does not fit {Path(module.__file__).name}: {str(error).splitlines()[0].rstrip(':')}")
     returns, episode_return, obs = [], 0.0, envs.reset()
     while len(returns) < episodes:
