@@ -518,6 +518,9 @@ def compiled(device: torch.device, *functions, **more_options):
             torch._inductor.cpp_builder.get_cpp_compiler()
         except RuntimeError:
             fail("torch.compile needs a C++ compiler (Debian, Ubuntu: apt install g++); --no-compile does without")
+        places = os.path.dirname(torch.__file__), torch._inductor.runtime.cache_dir_utils.cache_dir()
+        if spaced := [place for place in places if " " in place]:  # Inductor does not quote it
+            fail(f"torch.compile can't use a folder with a space in its name, {spaced[0]}; --no-compile does without")
     torch._dynamo.config.trace_autograd_ops = True
     torch.compiler.reset()  # an earlier run in this process may have compiled with other settings
     check_adam()
@@ -690,7 +693,7 @@ def tensors_only(function):
         try:
             return function(*inputs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            reason, *lines = str(error).splitlines()
+            reason, *lines = str(error).replace("raised:\n", "raised: ").splitlines()
             handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
             asked = [signum for signum, handler in handlers.items() if handler == signal.SIG_DFL]  # by `on_signal`
             if "CppCompileError" in reason and asked and handlers[signal.SIGINT] != signal.default_int_handler:

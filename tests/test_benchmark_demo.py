@@ -4,11 +4,12 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from benchmark_helpers import ROOT, benchmark, benchmark_here
 
-from benchmarks.common import runs
+from benchmarks.common import programs, runs
 from benchmarks.tools import demo
 
 SMALL = ("--num-steps", "64", "--num-minibatches", "4", "--no-compile", "--no-tensorboard", "--env-id", "Pendulum-v1")
@@ -48,6 +49,13 @@ def test_demo_hands_on_help(capfd):
 def test_flag_value(flags):
     assert demo.flag_value(flags, "run-dir") == "a"
     assert demo.flag_value(["--seed", "1"], "run-dir") is None
+
+
+def test_a_path_with_a_space_is_something_that_compiled_code_lacks(monkeypatch):
+    place = SimpleNamespace(submodule_search_locations=["/my projects/torch"])
+    assert programs.missing_for_compile() is None
+    monkeypatch.setattr(programs.importlib.util, "find_spec", lambda _: place)
+    assert "/my projects/torch" in programs.missing_for_compile()
 
 
 def test_without_a_compiler(monkeypatch, capsys):

@@ -701,6 +701,18 @@ def test_a_signal_that_ends_the_compiler_is_no_code_that_cannot_be_compiled(monk
         assert end.value.code == code and ("can't be compiled" in capsys.readouterr().err) == (code == 2)
 
 
+def test_what_a_compiler_raised_is_said(capsys):
+    """It may stand in the second line."""
+
+    def compiled():
+        raise torch._dynamo.exc.TorchDynamoException("backend='inductor' raised:\nOSError: disk full\n\nmore")
+
+    with pytest.raises(SystemExit):
+        load("ppo_torchcompile").tensors_only(compiled)()
+    line = "error: this can't be compiled: backend='inductor' raised: OSError: disk full; --no-compile does without\n"
+    assert capsys.readouterr().err == line
+
+
 HANGS = """
 import multiprocessing, pathlib, time
 import gymnasium as gym
@@ -805,6 +817,17 @@ def test_absent_compiler_is_one_line_that_names_the_package(capfd, monkeypatch, 
     monkeypatch.setattr(torch._inductor.cpp_builder, "get_cpp_compiler", absent)
     code, error = error_of(capfd, name, tmp_path / "run", compile=True)
     assert code == 2 and "g++" in error and "--no-compile" in error
+
+
+def test_a_folder_with_a_space_is_named_where_compiled_code_would_need_it(capfd, monkeypatch, tmp_path):
+    """Of the cache, or of PyTorch: Inductor quotes neither."""
+    cache = tmp_path / "my cache"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    code, error = error_of(capfd, "ppo_torchcompile", tmp_path / "run", compile=True)
+    assert code == 2 and error.endswith(f"a folder with a space in its name, {cache}; --no-compile does without")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setattr(torch, "__file__", "/my projects/torch/__init__.py")
+    assert "in its name, /my projects/torch; " in error_of(capfd, "ppo_torchcompile", tmp_path / "run", compile=True)[1]
 
 
 @pytest.mark.parametrize("name", [*EAGER, "ppo_atari_envpool"])

@@ -249,4 +249,6 @@ def missing_for_compile() -> str | None:
         return "a C++ compiler (g++ or clang++)"
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         return "Python.h (the package python3-dev on Debian and Ubuntu)"
+    if " " in (folder := importlib.util.find_spec("torch").submodule_search_locations[0]):
+        return f"a path to PyTorch without spaces (it is in {folder})"
     return None
