@@ -1471,4 +1471,4 @@ class Run:
 
 
 if __name__ == "__main__":
-    train(tyro.cli(Args, args=typed_flags()))
+    train(tyro.cli(Args, args=typed_flags(), description=__doc__))

@@ -140,8 +140,9 @@ def test_story_comes_first_and_is_short(path):
     assert story[0] == "Args" and story[-2:] == ["train", "load_policy"]
     below = [name for name in definitions(path) if name not in story]
     assert not set(below) & OWN_NAMES and below[-1] == "Run"
-    last = 'if __name__ == "__main__":\n    train(tyro.cli(Args, args=typed_flags()))\n'
+    last = 'if __name__ == "__main__":\n    train(tyro.cli(Args, args=typed_flags(), description=__doc__))\n'
     assert path.read_text().endswith(f"\n\n\n{last}")
+    assert f"\n\n    python {path.name} --" in load(path.stem).__doc__  # --help begins with it
 
 
 @each_script
