@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from benchmark_helpers import benchmark, benchmark_here, make_line, make_run, refusal
 
-from benchmarks.common.programs import ROOT
+from benchmarks.common.programs import ROOT, check_environment
 from benchmarks.learning import sweep
 
 SMALL = "--flags=--num-steps=32 --num-minibatches=2 --update-epochs=1 --no-tensorboard"
@@ -137,6 +137,12 @@ def test_runs_that_would_fail_are_refused_before_any_is_started(options, message
     ppo = {"scripts": ("ppo",), "variants": ("eager",), "seeds": (1, 2), "out": tmp_path}
     assert message in refusal(sweep.main, sweep.Options(**ppo | options), capsys)
     assert not (tmp_path / "journal.jsonl").exists()
+
+
+def test_environments_of_either_library_and_of_a_module_are_known(capsys):
+    for env_id in ("CartPole-v1", "HalfCheetah-v4", "Pong-v5", "tiny_envs:Reach-v0"):
+        check_environment(env_id)
+    assert "no environment tiny_envs:NoEnv-v0: " in refusal(check_environment, "tiny_envs:NoEnv-v0", capsys)
 
 
 def test_runs_are_in_the_folder_of_the_caller(tmp_path, monkeypatch):

@@ -114,12 +114,15 @@ def split_flags(text: str, *more: str, refused: tuple[str, ...] = ("--run-dir", 
 
 
 def check_environment(env_id: str) -> None:
-    """Refuse an environment that neither Gymnasium nor EnvPool knows."""
+    """Refuse an environment that neither Gymnasium nor EnvPool knows; as in MODULE:ID, MODULE may register it."""
     import envpool
     import gymnasium as gym
 
+    module, _, name = env_id.rpartition(":")
     try:
-        gym.spec(env_id)
+        if module:
+            importlib.import_module(module)
+        gym.spec(name)
     except (gym.error.Error, ImportError) as error:
         if env_id not in envpool.list_all_envs():
             fail(f"no environment {env_id}: {error}")
