@@ -235,7 +235,7 @@ def train(args: Args) -> Path:
     batch_size, num_iterations = rollout_sizes(args, args.num_envs)
     torch.set_num_threads(num_cores())
     spare_memory()
-    set_matmul_precision(args.matmul_precision, device)
+    set_matmul_precision(args.matmul_precision, device, args.bf16)
     torch.backends.cudnn.benchmark = True  # the shapes never change: let it find the fastest kernels for them
 
     envs = Envs(args, run.env_seeds(args.num_envs))
@@ -245,7 +245,7 @@ def train(args: Args) -> Path:
     # The data of a rollout stays on the device, indexed by step, pool and game. Entry 0 is the frame stack before
     # the rollout, entry t + 1 that of step t; of the last entry, only the value is used
     shape = (args.num_steps + 2, envs.num_pools, args.num_envs // envs.num_pools)
-    obs = torch.zeros(*shape, 21, 21, 8, dtype=torch.int64, device=device)  # eight bytes at a time
+    obs = torch.zeros(*shape, 21, 21, 8, dtype=torch.int64, device=device)  # 64 bytes as 8 integers: faster to copy
     action, (log_prob, value) = torch.zeros_like(obs[..., 0, 0, 0]), torch.zeros(2, *shape, device=device)
     exponential = torch.zeros(*shape, agent.actor.out_features, device=device)
     numbers = torch.arange(shape[0] * shape[1], device=device).view(*shape[:2], 1)  # by step and pool, in a tensor
@@ -254,7 +254,8 @@ def train(args: Args) -> Path:
     def act(newest: Tensor, number: Tensor) -> Tensor:
         """A pool's newest frames, as `Envs.recv` returns them, and an entry of `numbers` -> sampled actions (n,).
 
-        The argmin of exponential variables whose rates are the probabilities is a sample (like the Gumbel-max trick).
+        The argmax of log-probabilities plus Gumbel noise is a sample (Gumbel-max trick); such noise is minus the
+        logarithm of an exponential variable.
         """
         before = obs.flatten(0, 1).index_select(0, number - envs.num_pools).squeeze(0)
         stack = push_frame(before, space_to_depth(newest[:, :84]), newest[:, 84, 0] == 1)
@@ -277,9 +278,9 @@ def train(args: Args) -> Path:
     def update_minibatch(index: Tensor, *estimates: Tensor) -> Tensor:
         """One step of Adam on the rows `index` (M,) of the batch -> `METRICS`."""
         frames, *rows = (x[1:-1].flatten(0, 2) for x in (obs, action, log_prob, value))
-        chosen, old_log_prob, old_value, advantage, returns, valid = (x[index] for x in (*rows, *estimates))
+        taken, old_log_prob, old_value, advantage, returns, valid = (x[index] for x in (*rows, *estimates))
         log_probs, new_value = agent(frames.index_select(0, index).view(torch.uint8))
-        log_ratio = log_probs.gather(1, chosen.unsqueeze(1)).squeeze(1) - old_log_prob
+        log_ratio = log_probs.gather(1, taken.unsqueeze(1)).squeeze(1) - old_log_prob
         ratio = log_ratio.exp()
         if args.norm_adv:
             advantage = (advantage - masked_mean(advantage, valid)) / (masked_std(advantage, valid) + 1e-8)
@@ -309,7 +310,7 @@ def train(args: Args) -> Path:
     run.open(envs, agent=agent, optimizer=optimizer)
     statistics, done = EpisodeStatistics(args.num_envs), np.zeros((args.num_steps, args.num_envs), dtype=bool)
     rows = np.zeros((5, args.num_steps, *shape[1:]), dtype=np.float32)
-    reward, terminated, truncated, points, game_over = (row.reshape(args.num_steps, -1) for row in rows)
+    reward, terminated, truncated, points, game_over = (x.reshape(args.num_steps, -1) for x in rows)  # views
     newest = list(torch.from_numpy(envs.reset()).to(device).chunk(envs.num_pools))
 
     def receive(t: int, pool: int) -> Tensor:
@@ -328,15 +329,15 @@ def train(args: Args) -> Path:
         copy_attributes(agent, collector)
         torch.set_num_threads(1)  # a second thread would take a core from the games
         exponential.exponential_()
-        obs[0] = obs[-2]
+        obs[0] = obs[-2]  # to which `newest` is pushed again, for the new weights
         for pool in range(envs.num_pools):
             envs.send(pool, act(newest[pool], numbers[1, pool]).cpu().numpy())
         for t in range(args.num_steps - 1):
+            run.stop_if_asked()
             for pool in range(envs.num_pools):
                 envs.send(pool, receive(t, pool).cpu().numpy())
         for pool in range(envs.num_pools):
-            receive(args.num_steps - 1, pool)  # the next rollout begins with these frames
-        run.stop_if_asked()
+            receive(args.num_steps - 1, pool)  # for their value; the next rollout begins with these frames
         # What acts must be what learns, even if this loop changes a number that `forward` reads
         check_frames(collector, agent, obs[1, 0].view(torch.uint8))
         torch.set_num_threads(num_cores())
@@ -779,7 +780,7 @@ def without(settings: dict, names: set[str]) -> dict:
 
 
 class Envs:
-    """N Atari games in pools of n, one or two, which step independently of each other.
+    """N Atari games in one or two pools of n, which step independently of each other.
 
     Autoreset is one step late: the observation at an episode's end is its true last one, and the next step ignores its
     action, resets that game and returns reward 0. This row is no step of the environment. If only a life was lost, the
@@ -791,7 +792,7 @@ class Envs:
         if args.env_id not in games:
             near = difflib.get_close_matches(args.env_id.removeprefix("ALE/").replace("NoFrameskip-v4", "-v5"), games)
             fail(f"no Atari game {args.env_id} in EnvPool" + bool(near) * f"; close to it: {', '.join(near)}")
-        self.infos, self.stop = {}, fail  # `Run.open` puts a gentler way to stop here
+        self.infos = {}
         self.num_envs, self.num_pools = len(seeds), 2 if args.async_envs and len(seeds) % 2 == 0 else 1
         names = ("episodic_life", "reward_clip", "frame_skip", "repeat_action_probability", "full_action_space")
         settings = {name: getattr(args, name) for name in names}
@@ -862,20 +863,22 @@ def rollout_sizes(args: Args, num_envs: int) -> tuple[int, int]:
     return batch_size, args.total_timesteps // batch_size
 
 
-def set_matmul_precision(precision: str, device: torch.device) -> None:
+def set_matmul_precision(precision: str, device: torch.device, bf16: bool) -> None:
     """Set the precision of float32 matrix products; `auto`: TF32 on CUDA, on a CPU the fastest mode that is as exact.
 
     On CPUs not made by Intel, oneDNN (`medium`) is up to twice as fast as MKL, and as exact if it does not round to
     bfloat16. The choice depends on measured errors, not times, so that a machine always makes the same one.
     """
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else "GenuineIntel bf16"
+    if bf16 and device.type == "cpu" and "bf16" not in info:
+        print("note: --bf16 is of no use on this CPU, which has no instructions for bfloat16", file=sys.stderr)
     if precision == "auto" and device.type == "cuda":
         precision = "high"
     elif precision == "auto":
         torch.set_float32_matmul_precision("medium")
         x = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
         error = (x @ x - (x.double() @ x.double())).abs().max() / 256
-        cpu = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else "GenuineIntel"
-        precision = "medium" if error < 1e-6 and "GenuineIntel" not in cpu else "highest"
+        precision = "medium" if error < 1e-6 and "GenuineIntel" not in info else "highest"
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = precision != "highest"
 
@@ -908,8 +911,9 @@ def validate(args: Args) -> torch.device:
 def typed_flags() -> list[str]:
     """The command line, with CleanRL's --cuda translated; SystemExit(2) for its other flags, with a replacement."""
     words = [{"--cuda": "--device=auto", "--no-cuda": "--device=cpu"}.get(word, word) for word in sys.argv[1:]]
-    instead = {"--torch-deterministic": "most runs on a CPU are", "--save-model": "each run leaves checkpoint.pt"}
+    instead = {"--torch-deterministic": "most runs on a CPU repeat exactly without it"}
     instead["--capture-video"] = "./run.sh evaluate RUN_DIR --video FILE.mp4"
+    instead |= dict.fromkeys(("--save-model", "--upload-model", "--hf-entity"), "each run leaves checkpoint.pt")
     flags = [word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in words]
     for flag in flags:
         if flag in instead:
@@ -946,7 +950,7 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
         may_change = name in of_the_machine or (name == "total_timesteps" and value > saved.total_timesteps)
         if value != getattr(saved, name) and not may_change:
             flag, hint = f"--{name.replace('_', '-')}", f"; --override {name}={value}" * (name in CHANGEABLE)
-            fail(f"{flag} can't change in a run, as --device and a longer --total-timesteps can{hint}")
+            fail(f"{flag} can't change when a run is resumed; --device and a longer --total-timesteps can{hint}")
     if given.get("total_timesteps", saved.total_timesteps) != saved.total_timesteps:
         print("what is annealed over the run now follows the new --total-timesteps", file=sys.stderr)
     return overridden(replace(saved, **given | {"override": ()}), args.override), checkpoint
@@ -1168,7 +1172,8 @@ class Run:
             self.file.write(json.dumps(line, default=float) + "\n")
         except OSError as error:
             sys.exit(f"error: can't write the log: {error}; {self.hint()}")
-        self.bar.set_postfix({"return": f"{np.mean(self.returns or [math.nan]):.1f}"}, refresh=False)
+        if self.returns:
+            self.bar.set_postfix({"return": f"{np.mean(self.returns):.1f}"}, refresh=False)
         self.bar.update(self.step - self.logged_step)
         self.logged_step, self.seconds = self.step, seconds
         self.episodes.clear()
@@ -1234,10 +1239,10 @@ class Run:
             sys.exit(f"error: {error}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
             print("this run was finished before; a greater --total-timesteps (in PPO by a rollout) lets it go on")
-        print(
-            f"{self.step:,} steps in {self.seconds:.1f} s, mean return of the last {len(self.returns)} episodes "
-            f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"
-        )
+        score = ""
+        if self.returns:
+            score = f", mean return of the last {len(self.returns)} episodes {np.mean(self.returns):.1f}"
+        print(f"{self.step:,} steps in {self.seconds:.1f} s{score}\nlog, checkpoint, configuration: {self.dir}")
         if self.stopped_by is not None:
             print(f"stopped by a signal; {self.hint()}", file=sys.stderr)
             sys.exit(128 + self.stopped_by)

@@ -761,7 +761,7 @@ def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
             if library == "gymnasium" or not changes_envs(env_id):
                 return library
             if backend == "envpool" or env_id not in gym.registry:
-                fail(f"EnvPool's {env_id} has no use for `wrap`, `make_env` and `gym.register`, made for Gymnasium's")
+                fail(f"{env_id} is EnvPool's, which ignores `wrap`, `make_env` and `gym.register`: undo those changes")
             return choose_backend(env_id, "gymnasium", in_process)
         known += ids
     name = env_id.removeprefix("ALE/").replace("NoFrameskip-v4", "-v5")  # what others call EnvPool's Atari games
@@ -790,7 +790,7 @@ def show_warning(text: str) -> None:
 
 
 def wrap(env: gym.Env) -> gym.Env:
-    """Put wrappers of your own here: `return MyWrapper(env)`. EnvPool's can have none: then Gymnasium's are taken."""
+    """Put your own wrappers here: `return MyWrapper(env)`. EnvPool's can't have any, so Gymnasium's are then used."""
     return env
 
 
@@ -896,7 +896,7 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
     print(f"starting {len(env_fns)} worker processes", file=sys.stderr)
     multiprocessing.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
     with light_start():
-        multiprocessing.forkserver.ensure_running()  # workers, which it starts, have the signals blocked that it has
+        multiprocessing.forkserver.ensure_running()  # started with signals blocked, which its workers inherit
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, give_up)  # a constructor may hang
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
@@ -924,7 +924,7 @@ def numbers_in(info: dict) -> dict[str, float]:
     own = {"env_id", "elapsed_step"}
     names = [key for key in info if isinstance(key, str) and key[:1] != "_" and key not in own]
     numbers = {key: info[key] for key in names if isinstance(info[key], bool | int | float | np.bool_ | np.number)}
-    is_small = {key: type(x) is not int or abs(x) < 2**63 for key, x in numbers.items()}  # others fit no float
+    is_small = {key: type(x) is not int or abs(x) < 2**63 for key, x in numbers.items()}  # `float` may raise for others
     return {key: float(x) for key, x in numbers.items() if is_small[key] and math.isfinite(x)}
 
 
@@ -1075,8 +1075,9 @@ def validate(args: Args) -> torch.device:
 def typed_flags() -> list[str]:
     """The command line, with CleanRL's --cuda translated; SystemExit(2) for its other flags, with a replacement."""
     words = [{"--cuda": "--device=auto", "--no-cuda": "--device=cpu"}.get(word, word) for word in sys.argv[1:]]
-    instead = {"--torch-deterministic": "most runs on a CPU are", "--save-model": "each run leaves checkpoint.pt"}
+    instead = {"--torch-deterministic": "most runs on a CPU repeat exactly without it"}
     instead["--capture-video"] = "./run.sh evaluate RUN_DIR --video FILE.mp4"
+    instead |= dict.fromkeys(("--save-model", "--upload-model", "--hf-entity"), "each run leaves checkpoint.pt")
     flags = [word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in words]
     for flag in flags:
         if flag in instead:
@@ -1113,7 +1114,7 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
         may_change = name in of_the_machine or (name == "total_timesteps" and value > saved.total_timesteps)
         if value != getattr(saved, name) and not may_change:
             flag, hint = f"--{name.replace('_', '-')}", f"; --override {name}={value}" * (name in CHANGEABLE)
-            fail(f"{flag} can't change in a run, as --device and a longer --total-timesteps can{hint}")
+            fail(f"{flag} can't change when a run is resumed; --device and a longer --total-timesteps can{hint}")
     if given.get("total_timesteps", saved.total_timesteps) != saved.total_timesteps:
         print("what is annealed over the run now follows the new --total-timesteps", file=sys.stderr)
     return overridden(replace(saved, **given | {"override": ()}), args.override), checkpoint
@@ -1335,7 +1336,8 @@ class Run:
             self.file.write(json.dumps(line, default=float) + "\n")
         except OSError as error:
             sys.exit(f"error: can't write the log: {error}; {self.hint()}")
-        self.bar.set_postfix({"return": f"{np.mean(self.returns or [math.nan]):.1f}"}, refresh=False)
+        if self.returns:
+            self.bar.set_postfix({"return": f"{np.mean(self.returns):.1f}"}, refresh=False)
         self.bar.update(self.step - self.logged_step)
         self.logged_step, self.seconds = self.step, seconds
         self.episodes.clear()
@@ -1401,10 +1403,10 @@ class Run:
             sys.exit(f"error: {error}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
             print("this run was finished before; a greater --total-timesteps (in PPO by a rollout) lets it go on")
-        print(
-            f"{self.step:,} steps in {self.seconds:.1f} s, mean return of the last {len(self.returns)} episodes "
-            f"{np.mean(self.returns or [math.nan]):.1f}\nlog, checkpoint, configuration: {self.dir}"
-        )
+        score = ""
+        if self.returns:
+            score = f", mean return of the last {len(self.returns)} episodes {np.mean(self.returns):.1f}"
+        print(f"{self.step:,} steps in {self.seconds:.1f} s{score}\nlog, checkpoint, configuration: {self.dir}")
         if self.stopped_by is not None:
             print(f"stopped by a signal; {self.hint()}", file=sys.stderr)
             sys.exit(128 + self.stopped_by)

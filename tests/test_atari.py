@@ -535,6 +535,23 @@ def test_stopped_run_goes_on(train, monkeypatch, tmp_path):
     assert rates == pytest.approx([2.5e-4 * (1 - i / 4) for i in range(4)])
 
 
+def test_signal_does_not_wait_for_the_end_of_a_rollout(train, monkeypatch, tmp_path):
+    """Of 1,000 steps here, in the third of which it comes."""
+    send, count = SCRIPT.Envs.send, []
+
+    def stop(self, pool, action):
+        count.append(pool)
+        if len(count) == 5:
+            signal.raise_signal(signal.SIGTERM)
+        send(self, pool, action)
+
+    monkeypatch.setattr(SCRIPT.Envs, "send", stop)
+    with pytest.raises(SystemExit) as end:
+        train(num_steps=1000, total_timesteps=10**5)
+    assert end.value.code == 128 + signal.SIGTERM and len(count) < 10
+    assert (tmp_path / "run0/metrics.jsonl").read_text() == ""
+
+
 def test_evaluation_plays_whole_games_by_the_most_probable_actions(train, capsys):
     """Scores are those of EnvPool for the actions that its own stacks make the most probable."""
     run = train()

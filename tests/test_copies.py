@@ -1663,8 +1663,8 @@ def test_wrappers_of_a_copy_are_around_each_environment(copy, capsys):
     module.choose_backend("tiny_envs:Count-v0", "auto", in_process=False)
     assert closed.call_count == 1  # not tried where EnvPool has no such environment
     for arguments, problem in (
-        (("CartPole-v1", "envpool"), "EnvPool's CartPole-v1 has no use for `wrap`, `make_env` and `gym.register`"),
-        (("Pong-v5", "auto"), "EnvPool's Pong-v5 has no use for `wrap`, `make_env` and `gym.register`"),
+        (("CartPole-v1", "envpool"), "CartPole-v1 is EnvPool's, which ignores `wrap`, `make_env` and `gym.register`"),
+        (("Pong-v5", "auto"), "Pong-v5 is EnvPool's, which ignores `wrap`, `make_env` and `gym.register`"),
     ):
         with pytest.raises(SystemExit) as end:
             module.choose_backend(*arguments, in_process=False)
@@ -1680,7 +1680,7 @@ def test_what_a_copy_registers_takes_the_place_of_an_environment_of_envpools(cap
         assert script.choose_backend(backend="auto", **arguments) == "gymnasium"
         with pytest.raises(SystemExit) as end:
             script.choose_backend(backend="envpool", **arguments)
-    assert end.value.code == 2 and "EnvPool's CartPole-v1 has no use for" in capsys.readouterr().err
+    assert end.value.code == 2 and "CartPole-v1 is EnvPool's, which ignores" in capsys.readouterr().err
     with mock.patch.object(gym.registry["CartPole-v1"], "max_episode_steps", 3):
         assert script.choose_backend(backend="auto", **arguments) == "gymnasium"
     both = gym.registry.keys() & importlib.import_module("envpool").list_all_envs()

@@ -902,12 +902,12 @@ def test_automatic_precision_is_that_of_float32_and_is_decided_the_same_each_tim
     exact = x.double() @ y.double()
     try:
         for _ in range(3):
-            set_precision("auto", torch.device("cpu"))
+            set_precision("auto", torch.device("cpu"), False)
             decided.add(torch.get_float32_matmul_precision())
             assert ((x @ y - exact).abs().max() / exact.abs().max()).item() < 1e-5
         for given in ("highest", "medium"):
-            set_precision(given, torch.device("cpu"))
+            set_precision(given, torch.device("cpu"), False)
             assert torch.get_float32_matmul_precision() == given
     finally:
-        set_precision(before, torch.device("cpu"))
+        set_precision(before, torch.device("cpu"), False)
     assert len(decided) == 1

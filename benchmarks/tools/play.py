@@ -38,6 +38,8 @@ def load_run(folder: Path, script: Path | None = None) -> tuple[ModuleType, obje
     module = load_script(path)
     if not hasattr(module, "load_policy"):
         fail(f"{path} has no function load_policy")
+    if config.get("env_backend") in ("envpool", "gymnasium") and "env_backend" in saved:
+        saved["env_backend"] = config["env_backend"]  # the library whose environments it was trained on
     try:
         args = module.Args(**{f.name: saved[f.name] for f in fields(module.Args) if f.name in saved})
     except TypeError as error:
