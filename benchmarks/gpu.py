@@ -40,6 +40,7 @@ from benchmarks.common.programs import (
     check_positive,
     clone_command,
     command,
+    cores,
     endless_flags,
     fail,
     fields_of,
@@ -205,7 +206,7 @@ def run_tests(task: Task) -> None:
     if find_spec("pytest") is None:
         raise ModuleNotFoundError("pytest is not installed")
     program = [sys.executable, "-m", "pytest", "-v", "--color=no", "-p", "no:cacheprovider", "--tb=line"]
-    jobs = min(len(os.sched_getaffinity(0)) - 2, processes.free_slots(processes.SCRIPT_MEMORY))
+    jobs = min(len(cores()) - 2, processes.free_slots(processes.SCRIPT_MEMORY))
     if find_spec("xdist") is not None and jobs > 1:
         program += ["-n", str(jobs), "--dist", "worksteal"]
     child = processes.start([*program, "--continue-on-collection-errors", *task.plan.tests], task.work / "output")

@@ -50,6 +50,15 @@ def test_is_repeatable_and_follows_its_seed(run_dir):
     assert all(1 <= x <= 500 for x in first)
 
 
+@pytest.mark.parametrize("name", ["impala_ray", "ppo_ray", "a3c_ray", "apex_dqn_ray"])
+def test_a_run_is_played_in_the_environment_of_the_library_that_it_was_trained_on(name, tmp_path):
+    """EnvPool's Blackjack has three numbers as its observation, Gymnasium's, one-hot, has 45."""
+    settings = {"num_runners": 0, "envs_per_runner": 4, "env_id": "Blackjack-v1", "total_timesteps": 500}
+    run = helpers.train(name, tmp_path / "run", **helpers.small_settings(name) | settings)
+    assert json.loads((run.run_dir / "config.json").read_text())["env_backend"] == "envpool"
+    assert len(evaluate.evaluate(evaluate.Options(run.run_dir, episodes=2))) == 2
+
+
 @pytest.mark.parametrize("script", helpers.EAGER)
 def test_every_script(script, small_run, capsys):
     assert len(evaluate.evaluate(evaluate.Options(small_run(script).run_dir, episodes=2))) == 2

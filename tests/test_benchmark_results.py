@@ -1,6 +1,7 @@
 """Files of results: nothing that was measured is lost, and what is no result is refused by name before measuring."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,12 @@ def test_a_command_says_which_results_are_incomplete(tmp_path, capsys):
         "failed: not all of unmeasured",
     ]
     assert say_written(tmp_path, [targets["whole"]]) == 0
+
+
+def test_where_the_system_does_not_tell_its_affinity(monkeypatch):
+    """On macOS, for one."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert provenance()["machine"]["cores"] == os.cpu_count()
 
 
 def test_two_commands_do_not_write_to_one_folder(tmp_path):

@@ -1,7 +1,6 @@
 """./run.sh sweep: journal, resume after SIGKILL, failures, time limit, pinning."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 from benchmark_helpers import benchmark, benchmark_here, make_line, make_run, refusal
 
-from benchmarks.common.programs import ROOT, check_environment
+from benchmarks.common.programs import ROOT, check_environment, cores
 from benchmarks.learning import sweep
 
 SMALL = "--flags=--num-steps=32 --num-minibatches=2 --update-epochs=1 --no-tensorboard"
@@ -145,6 +144,23 @@ def test_environments_of_either_library_and_of_a_module_are_known(capsys):
     assert "no environment tiny_envs:NoEnv-v0: " in refusal(check_environment, "tiny_envs:NoEnv-v0", capsys)
 
 
+def test_a_resumed_sweep_keeps_what_its_runs_reserve(tmp_path, capsys):
+    """On a cluster; one that was begun on a single machine takes what it is given then."""
+    own = {"scripts": ("ppo",), "out": tmp_path}
+    begun = sweep.Options(**own, ray_address="auto", cpus_per_run=4.0, gpus_per_run=0.25)
+    settings, journal = sweep.settings_of(begun), tmp_path / "journal.jsonl"
+    journal.write_text(json.dumps({"settings": settings}) + "\n")
+    again = sweep.Options(out=tmp_path, ray_address="auto", resume=True, timeout=60.0)
+    assert (sweep.settled(again).cpus_per_run, sweep.settled(again).gpus_per_run) == (4, 0.25)
+    assert "keeps its settings, 4.0" in refusal(sweep.settled, replace(again, cpus_per_run=2.0), capsys)
+    assert sweep.to_go_on(again) == f"./run.sh sweep --resume --out {tmp_path} --timeout 60 --ray-address auto"
+    for lacks in ({"cpus_per_run": None, "gpus_per_run": None}, None):
+        old = settings | lacks if lacks else {name: x for name, x in settings.items() if "_per_run" not in name}
+        journal.write_text(json.dumps({"settings": old}) + "\n")
+        assert sweep.settled(again).cpus_per_run is None
+        assert sweep.settled(replace(again, cpus_per_run=2.0)).cpus_per_run == 2
+
+
 def test_runs_are_in_the_folder_of_the_caller(tmp_path, monkeypatch):
     """Where an environment may find its files."""
     monkeypatch.chdir(tmp_path)
@@ -160,13 +176,13 @@ def test_plan_has_every_combination_once():
     assert "m_B_C__dqn__lean__2" in names and all(name.endswith("__1") for name in names[:8])
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.skipif(len(cores()) < 2, reason="needs two cores")
 def test_jobs_share_the_cores():
-    cores = os.sched_getaffinity(0)
+    own = cores()
     assert sweep.share_of_cores(0, 1) is None
     first, second = sweep.share_of_cores(0, 2), sweep.share_of_cores(1, 2)
-    assert first | second == cores and not first & second
-    assert all(len(sweep.share_of_cores(i, 2 * len(cores))) == 1 for i in range(2 * len(cores)))
+    assert first | second == own and not first & second
+    assert all(len(sweep.share_of_cores(i, 2 * len(own))) == 1 for i in range(2 * len(own)))
 
 
 def test_last_step(tmp_path):

@@ -15,7 +15,6 @@ Leaves: in --out a JSON file per network and device, and inference.md and infere
 """
 
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from benchmarks.acting.inference_worker import TOLERANCE
 from benchmarks.acting.networks import NETWORKS
 from benchmarks.acting.paths import path_names
 from benchmarks.common import plots, turns
-from benchmarks.common.programs import check_known, check_once, check_positive, fail
+from benchmarks.common.programs import check_known, check_once, check_positive, cores, fail
 from benchmarks.common.results import Target, describe, load_all, make_folder, provenance, say_written, stoppable, table
 
 NOISE = "eager"  # the path that is measured against itself: its apparent gain is the error of all the others
@@ -91,7 +90,7 @@ def check(options: Options) -> Options:
     if not options.batch_sizes or min(options.batch_sizes) < 1:
         fail("--batch-sizes must be 1 or more")
     make_folder(options.out)
-    return replace(options, networks=networks, devices=devices, jobs=options.jobs or len(os.sched_getaffinity(0)))
+    return replace(options, networks=networks, devices=devices, jobs=options.jobs or len(cores()))
 
 
 def paths_of(device: str, options: Options) -> list[str]:

@@ -11,7 +11,6 @@ Leaves: in --out rollout.json, rollout.md and rollout.png.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.acting.rollout_worker import ACTORS, FAMILIES
 from benchmarks.common import plots, turns
-from benchmarks.common.programs import check_known, check_once, check_positive, fail
+from benchmarks.common.programs import check_known, check_once, check_positive, cores, fail
 from benchmarks.common.results import Target, describe, estimate, make_folder, provenance, say_written, stoppable, table
 
 BACKENDS = ("gymnasium", "gymnasium-sync", "envpool")
@@ -69,7 +68,7 @@ def check(options: Options) -> Options:
         fail(f"--compile-actor {wrong[0]} can't be used on {options.device}")
     make_folder(options.out)
     actors = options.compile_actor or tuple(actor for actor in ACTORS if actor not in elsewhere)
-    options = replace(options, compile_actor=actors, jobs=options.jobs or len(os.sched_getaffinity(0)))
+    options = replace(options, compile_actor=actors, jobs=options.jobs or len(cores()))
     if not settings_of(options):
         fail("nothing to measure: Atari is EnvPool's, its CNN has no NumPy version, one environment is no vector")
     return options

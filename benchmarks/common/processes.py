@@ -24,6 +24,8 @@ def free_slots(memory: int) -> int:
     """
     if "MEMORY_GIB" in os.environ:
         return max(1, int(float(os.environ["MEMORY_GIB"]) * 2**30) // memory)
+    if not Path("/proc/meminfo").exists():  # not Linux
+        return 1
     lines = Path("/proc/meminfo").read_text().splitlines()
     kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     return max(1, 1024 * kilobytes // memory)
@@ -138,11 +140,12 @@ def start(
     command: list[str], output: Path, cpus: set[int] | None = None, cwd: Path = ROOT, **environment: str
 ) -> Child:
     """Start a program in the folder `cwd`, with its output in a file, and only on `cpus` if they are given."""
-    prctl = ctypes.CDLL(None).prctl
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
     def prepare() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if cpus:
+        if prctl:  # on Linux
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if cpus and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, cpus)
 
     with output.open("w") as file:

@@ -47,6 +47,11 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def cores() -> set[int]:
+    """The CPU cores that this process may use; all where the system does not tell, as on macOS."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
 def pairs() -> list[str]:
     """Names of all pairs, by their eager twin."""
     names = sorted(path.stem.removesuffix(SUFFIX) for path in SCRIPTS.glob(f"*{SUFFIX}.py"))
@@ -128,10 +133,11 @@ def check_environment(env_id: str) -> None:
             fail(f"no environment {env_id}: {error}")
 
 
-def check_settings(arguments: list[str]) -> None:
+def check_settings(arguments: list[str], is_here: bool = True) -> None:
     """Refuse a script's command line, as from `command`, that the script or its task would refuse.
 
-    What the script says of a wrong value follows its name; the parser's report of an unknown flag has many lines.
+    What the script says of a wrong value follows its name; the parser's report of an unknown flag has many lines. Where
+    it is to run on another machine, that one may have a device and environments that this one lacks.
     """
     import tyro
 
@@ -139,7 +145,7 @@ def check_settings(arguments: list[str]) -> None:
     module = load_script(path)
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            args = tyro.cli(module.Args, args=words)
+            args = tyro.cli(module.Args, args=[*words, *([] if is_here else ["--device=cpu"])])
     except SystemExit:
         fail(f"{path.stem} does not take {shlex.join(words)}; its --help says what it takes")
     try:
@@ -147,7 +153,8 @@ def check_settings(arguments: list[str]) -> None:
             module.validate(args)
     except SystemExit:
         fail(f"{path.stem}: {said.getvalue().strip().removeprefix('error: ')}")
-    check_environment(args.env_id)
+    if is_here:
+        check_environment(args.env_id)
 
 
 def check_installed(peers: tuple[str, ...]) -> None:

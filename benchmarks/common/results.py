@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.common.programs import ROOT, fail
+from benchmarks.common.programs import ROOT, cores, fail
 
 PACKAGES = (
     "torch", "triton", "tensordict", "gymnasium", "mujoco", "envpool", "numpy", "onnxruntime", "stable_baselines3",
@@ -124,7 +124,7 @@ def provenance(since: dict | None = None) -> dict:
         "uncommitted_changes": start["uncommitted_changes"] or now["uncommitted_changes"],
         **({"changed_until": now["commit"]} if has_changed else {}),
         "versions": package_versions(),
-        "machine": {"cpu": cpu_model(), "cores": len(os.sched_getaffinity(0)), "gpu": gpu_model()},
+        "machine": {"cpu": cpu_model(), "cores": len(cores()), "gpu": gpu_model()},
     }
 
 

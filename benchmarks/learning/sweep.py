@@ -37,6 +37,7 @@ from benchmarks.common.programs import (
     check_seeds,
     check_settings,
     command,
+    cores,
     default_variants,
     fail,
     fields_of,
@@ -48,7 +49,8 @@ from benchmarks.common.results import make_folder, stoppable
 from benchmarks.learning import cluster_runs, report
 
 TAIL = 8192  # bytes at the end of a log in which its last whole line is found
-PLAN = ("scripts", "variants", "seeds", "env_ids", "total_timesteps", "flags")  # options that say what the runs are
+# Options that say what the runs are
+PLAN = ("scripts", "variants", "seeds", "env_ids", "total_timesteps", "flags", "cpus_per_run", "gpus_per_run")
 
 
 @dataclass
@@ -135,6 +137,9 @@ def settings_of(options: Options) -> dict:
 def resumed(options: Options, saved: dict) -> Options:
     """The options of the resumed sweep; one given now with another value is refused, unless it is the default."""
     defaults = Options()
+    # Begun on one machine, a sweep has none of these; nor do older journals have them
+    ours = {name: getattr(options, name) for name in ("cpus_per_run", "gpus_per_run") if saved.get(name) is None}
+    saved = saved | ours
     if set(saved) != set(PLAN):
         fail(f"{options.out}: its settings are of another version: {', '.join(sorted(set(saved) ^ set(PLAN)))}")
     for name in PLAN:
@@ -143,6 +148,21 @@ def resumed(options: Options, saved: dict) -> Options:
             flag = f"--{name.replace('_', '-')}"
             fail(f"{flag}: a resumed sweep keeps its settings, {json.dumps(saved[name])}; leave this flag out")
     return replace(options, **{name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()})
+
+
+def settled(options: Options) -> Options:
+    """The options with nothing left open; of a resumed sweep its own, if its journal can be read."""
+    lines = read_journal(options.out / "journal.jsonl") if options.resume else []
+    return resumed(options, lines[0]["settings"] if lines and "settings" in lines[0] else settings_of(options))
+
+
+def to_go_on(options: Options) -> str:
+    """The command that goes on with the sweep in the same way."""
+    words = ["./run.sh", "sweep", "--resume"]
+    for name in ("out", "jobs", "timeout", "ray_address"):
+        if (value := getattr(options, name)) != getattr(Options, name):
+            words += [f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value)]
+    return shlex.join(words)
 
 
 def announcement(options: Options, jobs: list[Job], pace: str, journal: Journal) -> str:
@@ -170,10 +190,10 @@ def plan(options: Options) -> list[Job]:
 
 def share_of_cores(slot: int, slots: int) -> set[int] | None:
     """The CPU cores of one of several parallel jobs; None, meaning all, if there is only one."""
-    cores = sorted(os.sched_getaffinity(0))
+    own = sorted(cores())
     if slots == 1:
         return None
-    return set(cores[slot::slots]) or {cores[slot % len(cores)]}
+    return set(own[slot::slots]) or {own[slot % len(own)]}
 
 
 def last_step(log: Path) -> int:
@@ -290,23 +310,19 @@ def refuse(jobs: list[Job], options: Options) -> None:
     for folder in [out / "runs" / job.name for job in jobs]:
         if folder.exists() and any(folder.iterdir()):
             fail(f"{folder} is there already, and no journal tells of it: give another --out, or move it away")
-    if options.ray_address is None:  # else another machine runs them, which may have a GPU
-        for job in jobs[: len(jobs) // len(options.seeds)]:
-            check_settings(job.arguments)
+    for job in jobs[: len(jobs) // len(options.seeds)]:
+        check_settings(job.arguments, is_here=options.ray_address is None)
 
 
 def main(options: Options) -> int:
     check(options)
-    place = where(options)
+    options = settled(options)
+    jobs, place = plan(options), where(options)
     if not (options.out / "journal.jsonl").exists():
-        refuse(plan(resumed(options, settings_of(options))), options)
+        refuse(jobs, options)
     journal = Journal(options.out / "journal.jsonl", settings_of(options), options.resume)
-    options = resumed(options, journal.settings)
-    jobs = plan(options)
     print(announcement(options, jobs, place.pace, journal), file=sys.stderr)
-    out = "" if options.out == Options.out else f" --out {shlex.quote(str(options.out))}"
-    out += f" --ray-address {options.ray_address}" if options.ray_address is not None else ""
-    with closing(place), stoppable(f"to go on: ./run.sh sweep --resume{out}"):
+    with closing(place), stoppable(f"to go on: {to_go_on(options)}"):
         run_all(jobs, place, options, journal)
     failed = [job for job in jobs if journal.states[job.name] == "failed"]
     if len(failed) < len(jobs):

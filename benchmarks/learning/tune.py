@@ -34,6 +34,7 @@ from benchmarks.common.programs import (
     check_positive,
     check_settings,
     command,
+    cores,
     default_variants,
     fail,
     fields_of,
@@ -210,9 +211,9 @@ def check(options: Options) -> tuple[Options, Search]:
 
 def jobs_of(options: Options) -> int:
     """How many trials run at a time; SystemExit(2) if there are no GPUs for them."""
-    cores = len(os.sched_getaffinity(0))
-    by_default = cores / options.population if options.is_population else 1.0
-    jobs = options.jobs or min(options.size, max(1, int(cores / (options.cpus_per_trial or by_default) + 1e-9)))
+    own = len(cores())
+    by_default = own / options.population if options.is_population else 1.0
+    jobs = options.jobs or min(options.size, max(1, int(own / (options.cpus_per_trial or by_default) + 1e-9)))
     share = options.gpus_per_trial
     if not share:
         return jobs

@@ -9,7 +9,6 @@ CPU stand in for kernels, to show that the program works.
 
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ import tyro
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import plots, processes, steady, turns
-from benchmarks.common.programs import command, endless_flags, load_script
+from benchmarks.common.programs import command, cores, endless_flags, load_script
 from benchmarks.common.results import table, write_whole
 
 BIN = 0.02  # seconds per point of the plot
@@ -146,7 +145,7 @@ def measure(
     not needed afterwards, `cache` compiled code; `more` are flags for all, such as another environment.
     """
     everyone, slots = list(product(scripts, variants)), processes.free_slots(processes.SCRIPT_MEMORY)
-    jobs = min(len(everyone), slots, len(os.sched_getaffinity(0)))
+    jobs = min(len(everyone), slots, len(cores()))
     settings, share = turns.compile_settings(cache, jobs), time_limit / -(-len(everyone) // slots)
     for i in range(0, len(everyone), slots):
         known = {}

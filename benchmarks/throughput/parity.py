@@ -8,7 +8,6 @@ eager code, and compares all logged metrics and the acting network's weights wit
 
 import importlib
 import json
-import os
 import sys
 import tempfile
 import time
@@ -21,7 +20,7 @@ import torch
 import tyro
 
 from benchmarks.common import processes, runs, turns
-from benchmarks.common.programs import SCRIPTS, VARIANTS, load_script
+from benchmarks.common.programs import SCRIPTS, VARIANTS, cores, load_script
 from benchmarks.common.results import write_whole
 
 TOLERANCE = 1e-3  # relative: kernels differ in the order of their sums, and updates build on each other
@@ -159,8 +158,8 @@ def compare_all(
 
     `on_change` gets all results so far, by script and variant, whenever there are more; at the end none is missing.
     """
-    deadline, cores = time.perf_counter() + time_limit, len(os.sched_getaffinity(0))
-    jobs = min(len(scripts), max(1, cores // 2), processes.free_slots(processes.SCRIPT_MEMORY))
+    deadline, own = time.perf_counter() + time_limit, len(cores())
+    jobs = min(len(scripts), max(1, own // 2), processes.free_slots(processes.SCRIPT_MEMORY))
     settings, waiting, running = turns.compile_settings(cache, jobs), list(scripts), {}
     found, reasons = {script: {} for script in scripts}, dict.fromkeys(scripts, "no time left")
     try:

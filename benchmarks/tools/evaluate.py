@@ -105,5 +105,7 @@ def main(options: Options) -> None:
         return
     if options.video is not None:
         fail("--follow films nothing: leave --video out")
+    if not Path("/proc").is_dir():
+        fail("--follow needs Linux, whose /proc tells whether a run goes on: leave it out, to play the last checkpoint")
     with stoppable(f"what was played is in {options.run_dir / 'evaluation.jsonl'}"):
         follow.follow(options.run_dir, options.script, options.episodes, options.seed)
