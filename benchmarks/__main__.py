@@ -51,7 +51,8 @@ def main(arguments: list[str]) -> int | None:
         print(f"{docstring(name)}\n\nIts flags are shown once it is installed, which ./run.sh {name} does.")
         return None
     if missing:
-        fail(f"this Python lacks {', '.join(missing)}: pip install -r requirements/requirements.txt")
+        how = "pip install -c requirements/constraints.txt -r requirements/requirements.txt"
+        fail(f"this Python lacks {', '.join(missing)}: {how}")
     importlib.import_module("benchmarks.common.results").code_at_start()
     module = importlib.import_module(COMMANDS[name])
     if not hasattr(module, "Options"):

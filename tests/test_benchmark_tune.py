@@ -107,6 +107,11 @@ def test_search_spaces_that_are_refused(text, message, capsys):
         ({"scheduler": "pbt", "perturb": ("gamma=*0.5",)}, "the factor must be more than 1"),
         ({"scheduler": "pbt", "perturb": ("target_kl=*2",)}, "its default, None, can't be multiplied"),
         ({"scheduler": "pbt", "perturb": ("gamma=*2",), "population": 1}, "--population must be at least 2"),
+        (
+            {"scheduler": "pbt", "perturb": ("gamma=*2",), "trials": 4},
+            "--trials is not for --scheduler pbt: --population",
+        ),
+        ({"population": 4}, "--population is not for --scheduler none: --trials says how many there are"),
         ({"scheduler": "pbt", "perturb": ("gamma=*2",), "search_algorithm": "optuna"}, "a population searches by"),
         (
             {"scheduler": "pbt", "perturb": ("num_runners=*1.2",), "script": "impala_ray"},
@@ -127,7 +132,7 @@ def test_packages_that_are_missing_are_named(monkeypatch, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "optuna" else find(name) or name)
     options = tune.Options(script="ppo", search=("gamma=[0.9,0.99]",), search_algorithm="optuna")
-    assert "needs Optuna: pip install -r" in refusal(tune.check, options, capsys)
+    assert "needs Optuna: pip install -c" in refusal(tune.check, options, capsys)
 
 
 def test_settings_as_flags():

@@ -18,6 +18,7 @@ from benchmarks.common.pairs import TABLE
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 SUFFIX = "_torchcompile"
+INSTALL = "pip install -c requirements/constraints.txt -r requirements/requirements-{}.txt"  # for people to paste
 
 # The variants of a pair: the suffix of the script's name, and flags
 VARIANTS = {
@@ -161,7 +162,7 @@ def check_installed(peers: tuple[str, ...]) -> None:
     """Refuse peers that are not installed, here or in an environment of their own."""
     absent = [peer for peer in peers if peer in LIBRARIES and importlib.util.find_spec(LIBRARIES[peer]) is None]
     if absent:
-        fail(f"{', '.join(absent)} not installed: pip install -r requirements/requirements-benchmark.txt")
+        fail(f"{', '.join(absent)} not installed: {INSTALL.format('benchmark')}")
     for peer in [peer for peer in peers if peer not in LIBRARIES]:
         name, python = ("rllib", RLLIB_PYTHON) if peer == "rllib" else ("cleanrl", CLEANRL_PYTHON)
         file = f"requirements/requirements-{name}.txt"

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from benchmarks.common import processes
 from benchmarks.common.processes import Child, Started
 from benchmarks.common.processes import start as start_process
-from benchmarks.common.programs import fail
+from benchmarks.common.programs import INSTALL, fail
 from benchmarks.common.results import git, write_whole
 
 LOSSES = 3  # node failures that a run survives
@@ -449,7 +449,7 @@ class Cluster:
 def join(address: str):
     """Ray's module, connected to a cluster, and whether the connection was made here; SystemExit(2) if that fails."""
     if importlib.util.find_spec("ray") is None:
-        fail("--ray-address needs Ray: pip install -r requirements/requirements-ray.txt")
+        fail(f"--ray-address needs Ray: {INSTALL.format('ray')}")
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0"} | os.environ
     import ray
 

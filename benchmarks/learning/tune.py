@@ -28,6 +28,7 @@ from typing import Literal
 import numpy as np
 
 from benchmarks.common.programs import (
+    INSTALL,
     SCRIPTS,
     SUFFIX,
     check_known,
@@ -46,7 +47,6 @@ from benchmarks.common.results import make_folder, provenance, stoppable, write_
 from benchmarks.learning import sweep
 from benchmarks.learning.tune_space import Space, parse_all
 
-INSTALL = "pip install -r requirements/requirements-tune.txt"
 POPULATIONS = ("pbt", "pb2")
 ORIGIN = "provenance.json"  # of the search: commit, versions and machine at its start
 REDUCTION = 3  # at each rung, ASHA lets one in this many trials continue
@@ -72,8 +72,8 @@ class Options:
     perturb: tuple[str, ...] = ()  # pbt, pb2: settings that change in a run, as in "gamma=[0.98,0.99]" "ent_coef=*1.2"
     scheduler: Literal["none", "asha", "pbt", "pb2"] = "none"  # asha stops bad trials; in pbt, pb2 they copy good ones
     search_algorithm: Literal["random", "optuna"] = "random"  # optuna draws settings in view of the trials that ended
-    trials: int = 20  # number of trials
-    population: int = 8  # number of members with pbt and pb2, instead of --trials
+    trials: int | None = None  # number of trials; by default 20
+    population: int | None = None  # number of members with pbt and pb2, instead of --trials; by default 8
     env_id: str | None = None  # the task; by default the script's own
     total_timesteps: int | None = None  # environment steps of a whole trial; by default the script's own
     interval: int | None = None  # environment steps between two decisions; by default a tenth of a trial
@@ -94,7 +94,7 @@ class Options:
     @property
     def size(self) -> int:
         """How many trials there are."""
-        return self.population if self.is_population else self.trials
+        return (self.population or 8) if self.is_population else (self.trials or 20)
 
     @property
     def pair(self) -> str:
@@ -152,7 +152,7 @@ def check_installed(options: Options) -> None:
     needed |= {"optuna": "Optuna"} if options.search_algorithm == "optuna" else {}
     absent = [title for name, title in needed.items() if importlib.util.find_spec(name) is None]
     if absent:
-        fail(f"this search needs {', '.join(absent)}: {INSTALL}")
+        fail(f"this search needs {', '.join(absent)}: {INSTALL.format('tune')}")
 
 
 def check_population(options: Options, search: Search) -> None:
@@ -165,7 +165,7 @@ def check_population(options: Options, search: Search) -> None:
         fail(f"--scheduler {options.scheduler}: --perturb says which settings are to change in a run")
     if options.search_algorithm != "random":
         fail(f"--search-algorithm {options.search_algorithm}: a population searches by itself; leave this flag out")
-    if options.population < 2:
+    if options.size < 2:
         fail("--population must be at least 2")
     changeable = load_script(SCRIPTS / f"{options.script}.py").CHANGEABLE
     defaults = {name: field.default for name, field in fields_of(options.script).items()}
@@ -195,6 +195,9 @@ def check(options: Options) -> tuple[Options, Search]:
     for name in ("check_seeds", "gpus_per_trial", "search_seed"):
         if getattr(options, name) < 0:
             fail(f"--{name.replace('_', '-')} must be at least 0")
+    unused, used = ("trials", "population") if options.is_population else ("population", "trials")
+    if getattr(options, unused) is not None and options.resume is None:
+        fail(f"--{unused} is not for --scheduler {options.scheduler}: --{used} says how many there are")
     interval = options.interval or max(1, options.total_timesteps // INTERVALS_BY_DEFAULT)
     if interval > options.total_timesteps:
         fail(f"--interval {interval} is more than a whole run, {options.total_timesteps} steps")
@@ -212,7 +215,7 @@ def check(options: Options) -> tuple[Options, Search]:
 def jobs_of(options: Options) -> int:
     """How many trials run at a time; SystemExit(2) if there are no GPUs for them."""
     own = len(cores())
-    by_default = own / options.population if options.is_population else 1.0
+    by_default = own / options.size if options.is_population else 1.0
     jobs = options.jobs or min(options.size, max(1, int(own / (options.cpus_per_trial or by_default) + 1e-9)))
     share = options.gpus_per_trial
     if not share:

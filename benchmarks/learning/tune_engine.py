@@ -120,7 +120,7 @@ def plan_of(options: Options, search: Search) -> Plan:
         seeds=options.seeds_per_trial,
         slots=options.jobs,
         perturbed=tuple(search.perturbed),
-        members=options.population if options.is_population and options.jobs >= options.population else 0,
+        members=options.size if options.is_population and options.jobs >= options.size else 0,
         first_seed=1 + 1_000 * options.search_seed,
     )
 
@@ -131,7 +131,7 @@ def has_snapshot(folder: Path) -> bool:
     try:
         return bool(found) and bool(json.loads(found[-1].read_text())["trial_data"])
     except (ValueError, KeyError):
-        fail(f"Ray Tune's last snapshot of the search, {found[-1]}, is broken")
+        fail(f"Ray Tune's last snapshot of the search, {found[-1]}, is broken: begin anew, with another --out")
 
 
 def search_all(options: Options, search: Search, plan: Plan, reporter: Reporter) -> None:

@@ -10,6 +10,7 @@ import csv
 import importlib.util
 import json
 import math
+import os
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -164,8 +165,8 @@ def rows_of(histories: list[History]) -> list[dict]:
 
 
 def command_of(options: Options, settings: dict) -> str:
-    """A command to paste that trains with these settings, from the root of the repository."""
-    script = f"{SCRIPTS.name}/{options.script}.py"
+    """A command to paste that trains with these settings, in the folder from which the search is started."""
+    script = os.path.relpath(SCRIPTS / f"{options.script}.py")
     return shlex.join(["python", script, *options.fixed, *(as_flag(*x) for x in settings.items())])
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.common import plots, runs
-from benchmarks.common.programs import ROOT, SCRIPTS, check_positive, fail
+from benchmarks.common.programs import INSTALL, ROOT, SCRIPTS, check_positive, fail
 from benchmarks.common.results import Target, describe, make_folder, provenance, stoppable, table
 from benchmarks.pools import env_pools, models
 from benchmarks.pools import peers as pool_peers
@@ -214,7 +214,7 @@ def main(options: Options) -> None:
     if options.nodes[:1] != (1,) or min(options.nodes) < 1:
         fail("--nodes: numbers of nodes, each 1 or more; begin with 1, to which the others are compared")
     if not pool_peers.installed("ray"):
-        fail("ray is not installed: pip install -r requirements/requirements-ray.txt")
+        fail(f"ray is not installed: {INSTALL.format('ray')}")
     make_folder(options.out)
     settings = {name: getattr(options, name) for name in ("script", "runners", "envs", "steps")}
     target = Target(options.out / "scaling.json", {"seconds": options.seconds}, settings=settings)
