@@ -182,7 +182,7 @@ def test_a_twin_without_its_eager_file_is_no_pair(monkeypatch, tmp_path):
     assert programs.pairs() == ["a"]
 
 
-@pytest.mark.parametrize("name", [name for name in commands.COMMANDS if name != "demo"])
+@pytest.mark.parametrize("name", commands.COMMANDS)
 def test_help_says_what_it_measures_how_long_it_takes_and_what_it_leaves(capsys, name):
     done = benchmark_here(capsys, name, "--help")
     text = " ".join(done.stdout.replace("│", " ").split())

@@ -3,7 +3,9 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
+from matplotlib.image import imread
 
 from benchmarks.common import results
 from benchmarks.common.results import Target, machine_folder, machine_of, provenance
@@ -33,6 +35,10 @@ def test_what_is_written_on_the_results_is_what_their_json_says(tmp_path):
     assert sorted(path.relative_to(copy) for path in copy.rglob("*.md")) == written and len(written) > 8
     for path in written:
         assert (copy / path).read_text() == (readme.RESULTS / path).read_text(), path
+    for path in sorted(path.relative_to(copy) for path in copy.rglob("*.png")):
+        drawn, committed = (imread(folder / path) for folder in (copy, readme.RESULTS))
+        assert drawn.shape == committed.shape, path
+        assert np.abs(drawn - committed).mean() < 0.01, path  # CPUs round lines to pixels differently
 
 
 def test_results_of_another_machine_stay(tmp_path):

@@ -71,9 +71,20 @@ def test_report_from_end_to_end(folder, tmp_path):
     for line in ("ended after 200,000 of 500,000 steps", "no episode ended", "seed 0 is there twice"):
         assert line in text
 
+    assert eager["settings"] == {}
+
     (pair,) = result["pairs"]
     assert pair["difference"] == 20 and pair["interval"][0] > 0 and pair["agree"] is None  # of four seeds
     assert pair["speed_ratio"] == pytest.approx(3)
+
+
+def test_settings_that_are_not_the_defaults_are_told(tmp_path):
+    """And stored; defaults, other scripts' settings and what names the run are not."""
+    args = {"num_envs": 8, "gamma": 0.99, "learning_rate": 1e-3, "override": [], "run_dir": "x", "of_old": 3}
+    make_run(tmp_path / "a", [make_line(1000, 1.0, 1)], args=args)
+    (row,) = report.write_report([tmp_path], tmp_path / "out")["rows"]
+    assert row["settings"] == {"learning_rate": 1e-3, "num_envs": 8}
+    assert "all with learning_rate = 0.001, num_envs = 8" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_scripts_are_compared_at_the_same_steps_and_seconds(tmp_path):
@@ -161,7 +172,7 @@ def test_settings_that_a_resumed_run_changed_count(tmp_path):
     resumed = [{"global_step": 1000, "commit": "c0ffee", "changed": {"learning_rate": 1e-3}}]
     make_run(tmp_path / "a", curve(480), total=500_000, resumed=resumed)
     (row,) = report.write_report([tmp_path], tmp_path / "out")["rows"]
-    assert row["notes"] == ["a: resumed at step 1,000; with learning_rate = 0.001"]
+    assert row["notes"] == ["a: resumed at step 1,000; with learning_rate = 0.001", "all with learning_rate = 0.001"]
     assert runs.read_run(tmp_path / "a").args["learning_rate"] == 1e-3
     resumed[0]["changed"] = {"total_timesteps": 1_000_000}
     make_run(tmp_path / "b" / "a", curve(480), total=500_000, resumed=resumed)

@@ -26,7 +26,7 @@ import tyro
 
 from benchmarks.common import plots, runs, stats
 from benchmarks.common.pairs import TABLE
-from benchmarks.common.programs import ROOT, fail
+from benchmarks.common.programs import ROOT, fail, fields_of, pairs
 from benchmarks.common.results import describe, estimate, provenance, table, write_json
 
 REFERENCE = ROOT / "benchmarks" / "reference" / "scores.csv"
@@ -75,6 +75,14 @@ def settings(run: runs.Run) -> str:
     """A run's settings, to compare and to show, without those that may differ between the runs of one group."""
     unused = (*OWN, "cudagraphs") if run.config.get("device", "cpu") == "cpu" else OWN
     return json.dumps({name: value for name, value in run.args.items() if name not in unused}, sort_keys=True)
+
+
+def changed_settings(run: runs.Run) -> dict:
+    """The settings of a run of one of our scripts that differ from its defaults; its length is told elsewhere."""
+    known = fields_of(run.script) if run.script in pairs() else {}
+    defaults = json.loads(json.dumps({name: field.default for name, field in known.items()}))
+    own = {name: value for name, value in json.loads(settings(run)).items() if name in defaults}
+    return {name: value for name, value in own.items() if value != defaults[name] and name != "total_timesteps"}
 
 
 def in_words(changed: dict) -> str:
@@ -168,6 +176,9 @@ def summarize_group(key: tuple[str, str, str], group: list[runs.Run], reference:
             steps = " and ".join(f"{x.get('global_step', 0):,}" for x in resumed)
             parts = [f"resumed at step {steps}", *commits, *map(in_words, changed)]
             row["notes"].append(f"{run.dir.name}: {'; '.join(parts)}")
+    row["settings"] = changed_settings(kept[0])
+    if row["settings"] and not row.get("mixed"):
+        row["notes"].append(f"all {in_words(row['settings'])}")
     row["versions"] = kept[0].config.get("versions", {})
     row["cores"], row["device"] = kept[0].config.get("cores"), kept[0].config.get("device")
     return row, kept

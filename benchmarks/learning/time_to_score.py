@@ -268,7 +268,7 @@ def section(result: dict) -> list[str]:
     rows = [cells(plots.label(name), own, others) for name, own in contestants.items()]
     title = f"## {result['script']} on {result['env_id']}, to {result['score']:,g}"
     lines = [title + f" ({result['flags']})" * bool(result["flags"]), "", *table(header, rows), ""]
-    known = peers.differences(result["script"], list(contestants)) | result["differences"]
+    known = peers.differences(result["script"], list(contestants), result["differences"])
     lines += [f"{plots.label(peer)} differs: {text}.\n" for peer, text in known.items()]
     return [*lines, f"Seeds {', '.join(map(str, result['seeds']))}; measured {describe(result['provenance'])}", ""]
 

@@ -156,11 +156,33 @@ DIFFERENCES = {
 }
 
 
-def differences(script: str, names: list[str]) -> dict[str, str]:
-    """What differs from a script, by peer, for the peers among `names`."""
-    algorithm = TABLE[script].peers if script in TABLE else None
-    known = {name: DIFFERENCES.get(name, {}) for name in names}
-    return {name: own[key] for name, own in known.items() for key in (script, algorithm) if key in own}
+# By algorithm: what differs in the libraries, and always has, but is not told by results from before it was noticed
+SAC = (
+    "the logarithm of the policy's standard deviation is clipped to [-20, 2], where ours goes through a tanh into "
+    "[-5, 2]; the temperature's loss is linear in the logarithm of the temperature"
+)
+NOTICED = {
+    "sb3": {"sac": SAC},
+    "sbx": {"sac": SAC},
+    "rllib": {
+        "ppo_ray": "the value's loss is its squared error, at most 10, where ours is half of it, clipped otherwise"
+    },
+}
+
+
+def differences(script: str, names: list[str], stored: dict[str, str] | None = None) -> dict[str, str]:
+    """What differs from a script, by peer, for the peers among `names`; `stored` is what a result tells of it."""
+    keys = (script, TABLE[script].peers if script in TABLE else None)
+
+    def entry(table: dict, name: str) -> str:
+        own = table.get(name, {})
+        return next((own[key] for key in keys if key in own), "")
+
+    found = {}
+    for name in names:
+        told, noticed = (stored or {}).get(name) or entry(DIFFERENCES, name), entry(NOTICED, name)
+        found[name] = "; ".join(x for x in (told, noticed if noticed not in told else "") if x)
+    return {name: text for name, text in found.items() if text}
 
 
 def equalize_sb3(algorithm: str) -> None:

@@ -321,7 +321,7 @@ def ceiling_cells(result: dict, name: str) -> list[str]:
 
 def all_differences(result: dict) -> dict[str, str]:
     """What differs from the script, by peer; older results, which lack this for RLlib, get today's text."""
-    return peers.differences(result["script"], list(result["contestants"])) | result["differences"]
+    return peers.differences(result["script"], list(result["contestants"]), result["differences"])
 
 
 def section(result: dict) -> list[str]:

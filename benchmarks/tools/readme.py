@@ -17,7 +17,8 @@ import numpy as np
 
 from benchmarks.acting import inference, rollout
 from benchmarks.common import plots, stats
-from benchmarks.common.programs import CLONES, ROOT, fail
+from benchmarks.common.pairs import TABLE
+from benchmarks.common.programs import CLONES, ROOT, SCRIPTS, SUFFIX, fail
 from benchmarks.common.results import commit_of, estimate, machine_of, table
 from benchmarks.learning import report, speedrun, time_to_score, tune
 from benchmarks.pools import env_pools, scaling
@@ -190,9 +191,27 @@ def speed_section() -> list[str]:
         found = [json.loads(path.read_text())["provenance"] for path in sorted(page.parent.glob("*.json"))]
         machine = " and ".join(dict.fromkeys(map(machine_of, found)))
         lines += [f"[{machine}]({page.relative_to(RESULTS.parent.parent)})" + ("." if page == pages[-1] else ",")]
+    lines += ["", *graph_lines(), ""]
     lines += paragraph("""Stepping at random: the environment alone, nonstop. `ppo_env_pool` can be faster than
         that: while it learns, its workers finish their steps.""")
     return [*lines, *sources([x for results in kinds.values() for x in results], are_marked=True), ""]
+
+
+def graph_lines() -> list[str]:
+    """A table of the CUDA graphs of each pair, with the kernels that a call would else launch one by one."""
+    rows = []
+    for name, launches in [(name, pair.launches) for name, pair in TABLE.items() if pair.launches]:
+        twin = (SCRIPTS / f"{name}{SUFFIX}.py").read_text()
+        graphs = re.search(r"^ +([\w, ]+) = \(?CudaGraphModule\(", twin, re.MULTILINE)[1].split(", ")
+        cells = [f"`{graph}` {count}" for graph, count in zip(graphs, launches, strict=True)]
+        rows.append([f"`{name}`", ", ".join(cells)])
+    lines = table(["pair", "CUDA graphs, and the kernels that each replays at one launch"], rows)
+    return [
+        *lines,
+        "",
+        *paragraph("""The kernels are those of uncompiled functions, counted on a CPU by the tests that
+        emulate graphs; an epoch has four minibatches there. Compiled, they are fewer."""),
+    ]
 
 
 def peer_differences(results: list[dict]) -> list[str]:
