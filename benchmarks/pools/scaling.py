@@ -5,7 +5,7 @@ more. Ray simulates the machines on this one (`ray.cluster_utils.Cluster`).
 
 Measures: environment steps/s, beside the formula without any overhead. On one node: lock-step as in Gymnasium and
 Stable-Baselines3, then `ppo_ray` with batched rollouts, with runners x environments stepped in turn, and first-ready.
-Then --script, first-ready, over --nodes, and how many steps/s one learner could process.
+Then --script over --nodes and, of `ppo_ray`, which is first-ready, how many steps/s one learner could process.
 Takes: at the defaults about a quarter of an hour, mostly for starting runners and for long rollouts.
 Leaves: in --out scaling.json, scaling.md and scaling.png.
 """
@@ -130,11 +130,16 @@ def measure_cluster(options: Options, nodes: int) -> dict:
         spent += total * (line["time/learning"] + line["time/weights"])
     rows = max(1, up[-1]["global_step"] - up[0]["global_step"])
     return {
-        "name": f"first-ready, {nodes} node{'s' * (nodes > 1)}", "nodes": nodes, "steps_per_second": rate,
+        "name": f"{way_of(options.script)}, {nodes} node{'s' * (nodes > 1)}", "nodes": nodes, "steps_per_second": rate,
         "environments": runners * options.envs, "model": model(options, nodes),
         "learner_seconds_per_step": spent / rows,
         "staleness_max": max(line["runners/staleness_max"] for line in lines), "late": last.get("runners/late", 0),
     }  # fmt: skip
+
+
+def way_of(script: str) -> str:
+    """What the runners of a script do: those of IMPALA wait for the slowest environment at each step."""
+    return "first-ready" if script == "ppo_ray" else "batched per runner"
 
 
 def extrapolate(settings: dict, sizes: list[dict], runners: int = 1000) -> str:
@@ -143,6 +148,11 @@ def extrapolate(settings: dict, sizes: list[dict], runners: int = 1000) -> str:
     Extrapolated from the largest cluster with at least LINEAR of linear speed: in larger ones, runners and learner
     compete for this machine's processors, which those of a real cluster do not share.
     """
+    if settings["script"] != "ppo_ray":
+        return (
+            "How many steps/s one learner could take is not estimated: with updates as small as these, the time that "
+            "lines of the log take, which counts as learning, matters."
+        )
     first = sizes[0]["steps_per_second"] / sizes[0]["nodes"]
     largest = [x for x in sizes if x["steps_per_second"] >= LINEAR * first * x["nodes"]][-1]
     most = 1 / largest["learner_seconds_per_step"]
@@ -173,7 +183,8 @@ def results_table(result: dict) -> list[str]:
     rows, first = [], sizes[0]["steps_per_second"] / sizes[0]["nodes"]
     for x in (*one, *sizes):
         rate = x["steps_per_second"]
-        cells = [x["name"], f"{rate:,.0f}", f"{x['model']:,.0f}", f"{rate / x['model']:.0%}"]
+        name = x["name"].replace("first-ready", way_of(result["settings"]["script"]))  # older results call it so
+        cells = [name, f"{rate:,.0f}", f"{x['model']:,.0f}", f"{rate / x['model']:.0%}"]
         cells += [f"{rate / base:.1f}x" if base else "-", f"{rate / first / x['nodes']:.0%}" if "nodes" in x else "-"]
         rows.append([*cells, x.get("staleness_max", "-"), x.get("late", "-")])
     header = [

@@ -503,12 +503,14 @@ def scaling_section() -> list[str]:
     results, lines = load("scaling/**/scaling.json"), []
     for result, page in zip(results, sorted(RESULTS.glob("scaling/**/scaling.md"), key=in_order), strict=True):
         script, link = result["settings"]["script"], page.relative_to(RESULTS.parent.parent)
-        lines += [f"`{script}`, [and what one learner could take]({link}):", "", *scaling.results_table(result), ""]
+        more = ", [and what one learner could take]" if script == "ppo_ray" else ", [more]"
+        lines += [f"`{script}`{more}({link}):", "", *scaling.results_table(result), ""]
     lines += paragraph("""24 environments a node, which sleep 30 ms a step and 1 s more in 1 % of them; nodes that Ray
         simulates; one run each. The model is the speed if only environments took time; linear is one node's speed
         times the number of nodes. The lock-step rows only step the environments of one node, and learn nothing. In
         `ppo_ray`, those named batched run in one process, with rollouts of 128 steps; first-ready has two runners a
-        node and 512 steps, and longer rollouts alone would bring most of its gain, by the model.""")
+        node and 512 steps, and longer rollouts alone would bring most of its gain, by the model. A runner of
+        `impala_ray` waits for the slowest of its environments at each step; runners do not wait for each other.""")
     return [*lines, *sources(results), ""]
 
 
