@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from benchmark_helpers import benchmark, benchmark_here, make_line, make_run, refusal
 
+from benchmarks.common import programs
 from benchmarks.common.programs import ROOT, check_environment, cores
 from benchmarks.learning import sweep
 
@@ -167,6 +168,15 @@ def test_runs_are_in_the_folder_of_the_caller(tmp_path, monkeypatch):
     command = [sys.executable, "-c", "import os; print(os.getcwd())"]
     child = sweep.Here(1).start(command, tmp_path / "run", tmp_path / "output", 0, lambda _: None)
     assert child.wait(30) == 0 and (tmp_path / "output").read_text() == f"{tmp_path}\n"
+
+
+def test_pairs_that_need_ray_are_named_where_there_is_none(monkeypatch, capsys):
+    assert "a3c_ray" in programs.pairs()
+    monkeypatch.setattr(programs.importlib.util, "find_spec", lambda _: None)
+    programs.say_left_out()
+    line = capsys.readouterr().err
+    assert line.startswith("left out, as Ray is not installed: a3c_ray, apex_dqn_ray, impala_ray, ppo_ray: pip install")
+    assert "ppo_ray" not in programs.pairs_here()
 
 
 def test_plan_has_every_combination_once():

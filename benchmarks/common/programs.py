@@ -64,6 +64,12 @@ def pairs_here() -> list[str]:
     return [name for name in pairs() if not name.endswith("_ray") or importlib.util.find_spec("ray")]
 
 
+def say_left_out() -> None:
+    """Name the pairs that `pairs_here` leaves out."""
+    if absent := [name for name in pairs() if name not in pairs_here()]:
+        print(f"left out, as Ray is not installed: {', '.join(absent)}: {INSTALL.format('ray')}", file=sys.stderr)
+
+
 def peers_of(script: str) -> tuple[str, ...]:
     """The libraries, and collections of scripts, that can train as a script does."""
     if script not in TABLE or TABLE[script].peers is None:

@@ -43,6 +43,7 @@ from benchmarks.common.programs import (
     fields_of,
     pairs,
     pairs_here,
+    say_left_out,
     split_flags,
 )
 from benchmarks.common.results import make_folder, stoppable
@@ -316,6 +317,8 @@ def refuse(jobs: list[Job], options: Options) -> None:
 
 def main(options: Options) -> int:
     check(options)
+    if not options.scripts and not options.resume:
+        say_left_out()
     options = settled(options)
     jobs, place = plan(options), where(options)
     if not (options.out / "journal.jsonl").exists():

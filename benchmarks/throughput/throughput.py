@@ -45,6 +45,7 @@ from benchmarks.common.programs import (
     pairs_here,
     peers_of,
     same_phase,
+    say_left_out,
     split_flags,
 )
 from benchmarks.common.results import (
@@ -401,6 +402,8 @@ def check(options: Options) -> list[str]:
     if options.whole_steps < 0:
         fail("--whole-steps must be 0 or more")
     scripts = list(options.scripts) or pairs_here()
+    if not options.scripts:
+        say_left_out()
     for peer in options.peers:
         if not any(peer in peers_of(script) for script in scripts):
             fail(f"--peers {peer}: it trains none of {', '.join(scripts)}")
