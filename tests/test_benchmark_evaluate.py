@@ -1,5 +1,6 @@
 """./run.sh evaluate on tiny runs of every script, and on bad input."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import helpers
+import numpy as np
 import pytest
 import torch
 import tyro
@@ -140,8 +142,36 @@ def test_video_needs_a_file_that_can_be_written(monkeypatch, tmp_path, capsys):
 def test_video_of_an_environment_of_envpool(tmp_path, monkeypatch, capsys):
     module = load_script(SCRIPTS / "ppo.py")
     monkeypatch.setattr(evaluate.importlib.util, "find_spec", lambda _: True)
-    line = refusal(lambda path: evaluate.check_video(module, "Pong-v5", path), tmp_path / "a.mp4", capsys)
+    line = refusal(lambda path: evaluate.check_video(module, "MyHopper-v0", path), tmp_path / "a.mp4", capsys)
     assert "EnvPool only" in line
+    evaluate.check_video(module, "Pong-v5", tmp_path / "a.mp4")  # whose observations are frames
+
+
+@pytest.mark.parametrize("name", ["ppo_atari_envpool", "apex_dqn_ray"])
+def test_a_game_of_atari_is_filmed(name, tmp_path, monkeypatch):
+    """Its frames, from the first to that before the end of the first game; without moviepy, which is not there."""
+    small = {"env_id": "Pong-v5", "total_timesteps": 64, "tensorboard": False, "device": "cpu"}
+    small |= {
+        "num_runners": 0,
+        "envs_per_runner": 2,
+        "learning_starts": 10**6,
+        "buffer_size": 128,
+        "fragment_steps": 16,
+    }
+    small |= {"num_envs": 2, "num_steps": 16, "num_minibatches": 2, "run_dir": str(tmp_path / "run")}
+    module = load_script(SCRIPTS / f"{name}.py")
+    names = {field.name for field in dataclasses.fields(module.Args)}
+    module.train(module.Args(**{key: x for key, x in small.items() if key in names}))
+    films = []
+    monkeypatch.setattr(evaluate.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(evaluate, "write_video", lambda frames, path: films.append(frames) or path.write_bytes(b"film"))
+    options = evaluate.Options(tmp_path / "run", episodes=1, video=tmp_path / "a.mp4")
+    evaluate.evaluate(options)
+    frames = np.stack(films[0])
+    assert frames.shape[1:] == (84, 84) and frames.dtype == np.uint8 and len(frames) > 50
+    assert (tmp_path / "a.mp4").read_bytes() == b"film"
+    moved = (frames[1:] != frames[:-1]).any((1, 2))
+    assert 0.3 < moved.mean() and np.quantile(frames, 0.99) > 50  # something moves, in a picture that is not black
 
 
 def evaluations(folder: Path) -> list[dict]:

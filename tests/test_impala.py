@@ -743,6 +743,17 @@ def test_no_process_outlives_a_run_that_is_stopped(tmp_path, signum):
     outcome = helpers.outcome(tmp_path / "run")
     assert outcome.lines[-1]["global_step"] - outcome.checkpoint["global_step"] <= 1500
     assert signum == signal.SIGKILL or "--resume run" in error
+    if signum == signal.SIGKILL:
+        saved = outcome.checkpoint["global_step"]
+        again = helpers.start(EAGER, "--resume", "run", cwd=tmp_path)
+        while torch.load(tmp_path / "run/checkpoint.pt")["global_step"] == saved and again.poll() is None:
+            time.sleep(0.1)
+        again.send_signal(signal.SIGINT)
+        _, error = again.communicate(timeout=60)
+        assert again.returncode == 130, error
+        steps = [line["global_step"] for line in helpers.outcome(tmp_path / "run").lines]
+        first = next(step for step in steps if step > saved)
+        assert steps == sorted(set(steps)) and saved in steps and first - saved <= 1500
 
 
 @pytest.mark.alone

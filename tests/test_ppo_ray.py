@@ -3,8 +3,8 @@
 What plumbing does for all scripts over Ray is shown in test_impala.py: it is one text.
 """
 
+import itertools
 import signal
-import time
 from unittest import mock
 
 import helpers
@@ -510,15 +510,15 @@ def test_two_learners_are_one_with_the_same_minibatches():
     np.testing.assert_allclose(agents[0], agents[1], rtol=1e-3, atol=1e-4)
 
 
-def plant(path, word: str):
-    """Put a fault's file in its place when the first line is logged: whole, at once."""
-    log, planted = SCRIPT.Run.log, []
+def plant(path, word: str, line: int = 1):
+    """Put a fault's file in its place when this line is logged: whole, at once."""
+    log, count = SCRIPT.Run.log, itertools.count(1)
 
     def log_and_plant(self, metrics):
         log(self, metrics)
-        if not planted:
+        if next(count) == line:
             path.with_suffix(".new").write_text(word)
-            planted.append(path.with_suffix(".new").rename(path))
+            path.with_suffix(".new").rename(path)
 
     return mock.patch.object(SCRIPT.Run, "log", log_and_plant)
 
@@ -537,15 +537,16 @@ def test_the_others_fill_the_batch_of_a_runner_that_died(train, tmp_path):
 
 
 @on_ray
-def test_a_slow_runner_costs_no_more_than_its_share(train, tmp_path):
-    """One of three becomes ten times slower; the log says that what it brings is late."""
+def test_a_slow_runner_costs_no_more_than_its_share(train, tmp_path, capsys):
+    """One of three becomes ten times slower: two thirds of the speed stay. The log says that what it brings is late."""
     settings = {"env_id": "Fragile-v0", "env_kwargs": f'{{"path": "{tmp_path / "fault"}"}}', "num_runners": 3}
-    start = time.monotonic()
-    with plant(tmp_path / "fault", "slow"):
-        run = train(**settings, envs_per_runner=1, num_steps=32, rollout="first-ready", total_timesteps=96 * 60)
-    assert time.monotonic() - start < 60
-    before = 1 / 0.002 * 3  # steps/s of three that only sleep
-    lines = run.lines[20:]
-    speed = (lines[-1]["global_step"] - lines[0]["global_step"]) / (lines[-1]["seconds"] - lines[0]["seconds"])
-    print(f"{speed:.0f} steps/s of {before:.0f}")
-    assert lines[-1]["runners/late"] > 0 and speed > 0.5 * before * 2 / 3
+    with plant(tmp_path / "fault", "slow", line=30):
+        run = train(**settings, envs_per_runner=1, num_steps=32, rollout="first-ready", total_timesteps=96 * 80)
+
+    def speed(lines: list[dict]) -> float:
+        return np.diff([line["global_step"] for line in lines]).sum() / np.diff([x["seconds"] for x in lines]).sum()
+
+    kept = speed(run.lines[40:]) / speed(run.lines[8:30])
+    with capsys.disabled():
+        print(f" first-ready keeps {kept:.0%}, 67% is the share of the others", end="")
+    assert run.lines[-1]["runners/late"] > 0 and kept > 0.85 * 2 / 3

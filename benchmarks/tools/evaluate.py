@@ -25,6 +25,7 @@ from benchmarks.common.programs import fail
 from benchmarks.common.results import stoppable
 from benchmarks.tools import follow, play
 
+FRAMES_PER_SECOND = 15  # of a game of Atari
 DRAWN_BY_PYGAME = {"classic_control", "toy_text", "box2d"}  # kinds of Gymnasium's environments
 
 
@@ -53,12 +54,33 @@ def film(module: ModuleType, folder: str) -> None:
     module.make_env = make_env
 
 
+def is_game(env_id: str) -> bool:
+    """Whether it is one of EnvPool's games of Atari, whose observations are frames."""
+    import envpool
+
+    specs = envpool.registration.registry.specs
+    return env_id in specs and "atari" in specs[env_id][0]
+
+
+def write_video(frames: list[np.ndarray], path: Path) -> None:
+    """Grey frames (84, 84), four times as wide and high, at the speed of a game of Atari, which skips three of four."""
+    from moviepy.video.VideoClip import VideoClip
+
+    def frame_at(seconds: float) -> np.ndarray:
+        frame = frames[min(int(seconds * FRAMES_PER_SECOND + 0.5), len(frames) - 1)]
+        return np.kron(frame, np.ones((4, 4), dtype=np.uint8))[:, :, None].repeat(3, axis=2)
+
+    clip = VideoClip(frame_at, duration=len(frames) / FRAMES_PER_SECOND)
+    clip.write_videofile(str(path), fps=FRAMES_PER_SECOND, logger=None)
+
+
 def check_video(module: ModuleType, env_id: str, path: Path) -> None:
     """Refuse to film where it can't work, before anything is played."""
     import gymnasium as gym
 
-    if not hasattr(module, "make_env") or (env_id not in gym.registry and ":" not in env_id):
-        fail(f"--video needs an environment of Gymnasium; {env_id} exists in EnvPool only")
+    is_of_gymnasium = hasattr(module, "make_env") and (env_id in gym.registry or ":" in env_id)
+    if not is_of_gymnasium and not is_game(env_id):
+        fail(f"--video needs an environment of Gymnasium or a game of Atari; {env_id} exists in EnvPool only")
     kind = str(gym.registry[env_id].entry_point).split(".")[2:3] if env_id in gym.registry else []
     needed = ["moviepy", *(["pygame"] if set(kind) & DRAWN_BY_PYGAME else [])]
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
@@ -74,12 +96,16 @@ def evaluate(options: Options) -> list[float]:
     checkpoint = play.load_checkpoint(options.run_dir)
     if options.video is not None:
         check_video(module, args.env_id, options.video)
-    args = play.for_playing(module, args, is_filmed=options.video is not None)
+    frames = [] if options.video is not None and is_game(args.env_id) else None
+    has_camera = options.video is not None and frames is None
+    args = play.for_playing(module, args, has_camera)
     with tempfile.TemporaryDirectory() as folder:
-        if options.video is not None:
+        if has_camera:
             film(module, folder)
         try:
-            returns = play.play(module, args, checkpoint, options.episodes, options.seed)
+            returns = play.play(module, args, checkpoint, options.episodes, options.seed, frames)
+            if frames:
+                write_video(frames, Path(folder, "game.mp4"))
         except Exception as error:
             if options.video is None:
                 raise

@@ -73,8 +73,19 @@ def for_playing(module: ModuleType, args, is_filmed: bool = False):
     return replace(args, **{name: value for name, value in changes.items() if hasattr(args, name)})
 
 
-def play(module: ModuleType, args, checkpoint: dict, episodes: int, seed: int) -> list[float]:
-    """Returns of whole episodes, one after the other in one environment, with the deterministic policy."""
+def newest_frame(obs: np.ndarray) -> np.ndarray:
+    """The grey frame (84, 84) that an environment of Atari has just shown, of its observation in any script."""
+    pixels = obs[0].reshape(-1, 84)
+    return pixels[:84] if len(pixels) == 85 else pixels[-84:]  # a frame and a row of flags, or the last few frames
+
+
+def play(
+    module: ModuleType, args, checkpoint: dict, episodes: int, seed: int, frames: list[np.ndarray] | None = None
+) -> list[float]:
+    """Returns of whole episodes, one after the other in one environment, with the deterministic policy.
+
+    `frames` gets those of the first episode, of a game of Atari.
+    """
     seeds = np.random.SeedSequence([args.seed, EVALUATION, seed]).generate_state(1) >> 1
     envs = make_envs(module, args, seeds.tolist())
     try:
@@ -83,6 +94,8 @@ def play(module: ModuleType, args, checkpoint: dict, episodes: int, seed: int) -
         fail(f"the checkpoint does not fit {Path(module.__file__).name}: {str(error).splitlines()[0].rstrip(':')}")
     returns, episode_return, obs = [], 0.0, envs.reset()
     while len(returns) < episodes:
+        if frames is not None and not returns:
+            frames.append(newest_frame(obs))
         obs, reward, terminated, truncated = envs.step(policy(obs))
         episode_return += float(reward[0])  # the row in which an environment resets itself has reward 0
         if terminated[0] or truncated[0]:
