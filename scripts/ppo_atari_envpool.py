@@ -248,8 +248,7 @@ def train(args: Args) -> Path:
     def act(newest: Tensor, number: Tensor) -> Tensor:
         """A pool's newest frames, as `Envs.recv` returns them, and an entry of `numbers` -> sampled actions (n,).
 
-        The argmax of log-probabilities plus Gumbel noise is a sample (Gumbel-max trick); such noise is minus the
-        logarithm of an exponential variable.
+        The argmax of log-probabilities plus Gumbel noise, which is -log of exponential variables, is a sample.
         """
         before = obs.flatten(0, 1).index_select(0, number - envs.num_pools).squeeze(0)
         stack = push_frame(before, space_to_depth(newest[:, :84]), newest[:, 84, 0] == 1)
@@ -860,6 +859,7 @@ class Run:
                 "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
                 "cores": num_cores(),
                 "env_backend": getattr(self.envs, "backend", None),
+                "environments": getattr(self.envs, "summary", None),
                 "matmul_precision": torch.get_float32_matmul_precision(),
                 "commit": commit,
             }
@@ -925,8 +925,7 @@ class Run:
             self.file.write(json.dumps(line, default=float) + "\n")
         except OSError as error:
             sys.exit(f"error: can't write the log: {error}; {self.hint()}")
-        if self.returns:
-            self.bar.set_postfix({"return": f"{np.mean(self.returns):.1f}"}, refresh=False)
+        self.bar.set_postfix({"return": f"{np.mean(self.returns):.1f}"} if self.returns else {}, refresh=False)
         self.bar.update(self.step - self.logged_step)
         self.logged_step, self.seconds = self.step, seconds
         self.episodes.clear()
@@ -992,9 +991,8 @@ class Run:
             sys.exit(f"error: {error}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
             print("this run was finished before; a greater --total-timesteps (in PPO by a rollout) lets it go on")
-        score = ""
-        if self.returns:
-            score = f", mean return of the last {len(self.returns)} episodes {np.mean(self.returns):.1f}"
+        count = len(self.returns)
+        score = f", mean return of the last {count} episodes {np.mean(self.returns):.1f}" if count else ""
         print(f"{self.step:,} steps in {self.seconds:.1f} s{score}\nlog, checkpoint, configuration: {self.dir}")
         if self.stopped_by is not None:
             print(f"stopped by a signal; {self.hint()}", file=sys.stderr)
