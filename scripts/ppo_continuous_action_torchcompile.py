@@ -59,7 +59,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from tensordict.nn import CudaGraphModule
+from tensordict.nn import CudaGraphModule  # compile: makes a function one CUDA graph
 from torch import Tensor, nn
 from tqdm import tqdm
 

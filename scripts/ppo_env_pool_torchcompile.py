@@ -70,7 +70,7 @@ import numpy as np
 import torch
 import tyro
 from gymnasium.vector.utils import CloudpickleWrapper
-from tensordict.nn import CudaGraphModule
+from tensordict.nn import CudaGraphModule  # compile: makes a function one CUDA graph
 from torch import Tensor, nn
 from tqdm import tqdm
 

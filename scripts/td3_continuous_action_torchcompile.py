@@ -56,7 +56,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from tensordict import from_modules
+from tensordict import from_modules  # compile: these make critics one stack, functions one CUDA graph each
 from tensordict.nn import CudaGraphModule, TensorDictParams
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state

@@ -115,6 +115,8 @@ def test_each_hunk_of_a_pair_says_why(eager, compiled):
     assert hunks
     for removed, added in hunks:
         assert any("# compile: " in line for line in added), "\n".join(["no reason:", *removed, "---", *added])
+    imports = re.findall(r"^from tensordict.+", above(compiled), re.MULTILINE)
+    assert "# compile: " in imports[0]
 
 
 def changed_lines(eager: Path, compiled: Path) -> int:
