@@ -14,7 +14,7 @@ import pytest
 from benchmark_helpers import benchmark, benchmark_here, make_line, make_run, refusal
 
 from benchmarks.common import programs
-from benchmarks.common.programs import ROOT, check_environment, cores
+from benchmarks.common.programs import ROOT, check_environment, check_settings, cores
 from benchmarks.learning import sweep
 
 SMALL = "--flags=--num-steps=32 --num-minibatches=2 --update-epochs=1 --no-tensorboard"
@@ -128,6 +128,7 @@ def test_bad_input(options, message, tmp_path, capsys):
     ("options", "message"),
     [
         ({"flags": "--bogus 1"}, "ppo does not take --seed 1 --env-id CartPole-v1 --total-timesteps 50000 --bogus 1"),
+        ({"flags": "--capture-video"}, "ppo: --capture-video is a flag of CleanRL's; here ./run.sh evaluate"),
         ({"flags": "--gamma 2"}, "ppo: --gamma must be at least 0 and at most 1, not 2.0"),
         ({"env_ids": ("NoEnv-v0",)}, "no environment NoEnv-v0: "),
         ({"env_ids": ("no_module:Env-v0",)}, "no environment no_module:Env-v0: "),
@@ -137,6 +138,12 @@ def test_runs_that_would_fail_are_refused_before_any_is_started(options, message
     ppo = {"scripts": ("ppo",), "variants": ("eager",), "seeds": (1, 2), "out": tmp_path}
     assert message in refusal(sweep.main, sweep.Options(**ppo | options), capsys)
     assert not (tmp_path / "journal.jsonl").exists()
+
+
+def test_flags_of_cleanrl_are_understood():
+    argv = sys.argv
+    check_settings([*programs.command("dqn", "eager"), "--no-cuda"])
+    assert sys.argv is argv
 
 
 def test_environments_of_either_library_and_of_a_module_are_known(capsys):

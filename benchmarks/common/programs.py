@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 import sysconfig
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Literal, NoReturn
@@ -148,18 +148,20 @@ def check_settings(arguments: list[str], is_here: bool = True) -> None:
     """
     import tyro
 
-    path, words, said = Path(arguments[1]), arguments[2:], io.StringIO()
+    path, said, argv = Path(arguments[1]), io.StringIO(), sys.argv
     module = load_script(path)
     try:
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            args = tyro.cli(module.Args, args=[*words, *([] if is_here else ["--device=cpu"])])
+        sys.argv = arguments[1:]  # of which `typed_flags` translates CleanRL's
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            args = tyro.cli(module.Args, args=[*module.typed_flags(), *([] if is_here else ["--device=cpu"])])
+            module.validate(replace(args, device="cpu") if args.device == "auto" else args)  # CUDA is for the runs
     except SystemExit:
-        fail(f"{path.stem} does not take {shlex.join(words)}; its --help says what it takes")
-    try:
-        with contextlib.redirect_stderr(said):
-            module.validate(args)
-    except SystemExit:
-        fail(f"{path.stem}: {said.getvalue().strip().removeprefix('error: ')}")
+        told = [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
+        if told:
+            fail(f"{path.stem}: {told[0].removeprefix('error: ')}")
+        fail(f"{path.stem} does not take {shlex.join(arguments[2:])}; its --help says what it takes")
+    finally:
+        sys.argv = argv
     if is_here:
         check_environment(args.env_id)
 
