@@ -221,6 +221,22 @@ def test_twin_with_graphs_goes_on_the_same_on_cuda(train, name, compile):
     assert_agree(twin, run, rel=CLOSE)
 
 
+@needs_cuda
+@pytest.mark.parametrize("compile", [True, False])
+@pytest.mark.parametrize("name", [name for name in TABLE if name.endswith("_ray")])
+def test_twin_over_ray_with_graphs_computes_the_same_on_cuda(tmp_path, name, compile):
+    """In one process, where the learner has the GPU."""
+    settings = helpers.small_settings(name) | {"device": "cuda"}
+    run = helpers.call(in_float64(name), run_dir=str(tmp_path / "eager"), **settings)
+    with torch._inductor.config.patch(fallback_random=True):
+        twin = helpers.call(
+            in_float64(f"{name}_torchcompile"), run_dir=str(tmp_path / "twin"), **settings, compile=compile
+        )
+    for line in (*run.lines, *twin.lines):
+        line.pop("losses/approx_kl", None)  # nothing but rounding, if all rows are of the newest policy
+    assert_agree(helpers.without_times(twin), helpers.without_times(run), rel=CLOSE)
+
+
 @pytest.mark.parametrize(("backend", "rel"), [(None, 0), ("aot_eager", 1e-2)])
 def test_replayed_atari_twin_computes_what_the_eager_script_does(tmp_path, train_with_graphs, backend, rel):
     """Of a few rollouts, since rounding comes back from the games; there is no float64 here."""

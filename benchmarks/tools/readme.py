@@ -134,6 +134,21 @@ def speed_row(result: dict) -> list[str]:
     ]
 
 
+def side_by_side(results: list[dict]) -> list[str]:
+    """A table of how many times SB3's speed compiled scripts have on each machine, where several were measured."""
+    found = {}
+    for result in sorted(results, key=lambda result: result["provenance"]["date"]):  # the newest one remains
+        ratios = {(x["of"], x["to"]): estimate(x["ratio"], x["interval"], ".1f") for x in result["ratios"]}
+        ratio = ratios.get((compiled_of(result["contestants"]), "sb3"))
+        if ratio and not mark(result.get("file", "")):
+            key = row_name(result), flags_cell(result["flags"], result["env_id"])
+            found.setdefault(key, {})[machine_of(result["provenance"])] = ratio
+    several = {key: own for key, own in found.items() if len(own) > 1}
+    machines = sorted({machine for own in several.values() for machine in own})
+    rows = [[name, *(own.get(x, "-") for x in machines), flags] for (name, flags), own in sorted(several.items())]
+    return [*table_with_flags(["compiled / SB3 [95 %]", *machines], rows), ""] if rows else []
+
+
 def whole_runs(results: list[dict]) -> list[str]:
     """The tables of whole runs, one for each machine: seconds from the start of the process to its end."""
     rows = {}
@@ -165,7 +180,7 @@ def speed_section() -> list[str]:
     for (machine, _), results in kinds.items():
         dates[machine] = max(dates.get(machine, ""), *(result["provenance"]["date"] for result in results))
     kinds = dict(sorted(kinds.items(), key=lambda item: (dates[item[0][0]], item[0][1] != ("rllib",)), reverse=True))
-    lines = []
+    lines = side_by_side([result for results in kinds.values() for result in results])
     for (machine, peers), results in kinds.items():
         names = [throughput.PEER_NAMES[peer] for peer in peers]
         header = [f"steady environment steps/s, {machine}", "measured", "rounds", *names, "eager", "compiled"]
