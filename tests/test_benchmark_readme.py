@@ -1,6 +1,7 @@
 """What RESULTS.md claims is what the committed results say."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -8,7 +9,9 @@ import pytest
 from matplotlib.image import imread
 
 from benchmarks.common import results
+from benchmarks.common.programs import ROOT
 from benchmarks.common.results import Target, machine_folder, machine_of, provenance
+from benchmarks.learning import time_to_score
 from benchmarks.tools import readme
 
 
@@ -39,6 +42,41 @@ def test_what_is_written_on_the_results_is_what_their_json_says(tmp_path):
         drawn, committed = (imread(folder / path) for folder in (copy, readme.RESULTS))
         assert drawn.shape == committed.shape, path
         assert np.abs(drawn - committed).mean() < 0.01, path  # CPUs round lines to pixels differently
+
+
+EPYC, ZEN_4 = "throughput/amd_epyc", "throughput/amd_epyc_family_25_model_17"
+RUNNERS = "num_runners_2_envs_per_runner_{}_fragment_steps_32_batch_updates_1_total_timesteps_1000000000"
+RATIOS = {  # what the README says, and which ratio of which result that is
+    r"PPO has ([\d.]+) times the speed of Stable-Base": (f"{EPYC}/ppo_continuous_action", "compile", "sb3"),
+    r"([\d.]+) times that of LeanRL": (f"{EPYC}/ppo_continuous_action_beside_cleanrl", "compile", "leanrl"),
+    r"SAC ([\d.]+) and [\d.]+ times": (f"{EPYC}/sac_continuous_action", "compile", "sb3"),
+    r"SAC [\d.]+ and ([\d.]+) times": (f"{EPYC}/sac_continuous_action_beside_cleanrl", "compile", "leanrl"),
+    r"TD3 ([\d.]+) and [\d.]+ times": (f"{EPYC}/td3_continuous_action", "compile", "sb3"),
+    r"TD3 [\d.]+ and ([\d.]+) times": (f"{EPYC}/td3_continuous_action_beside_cleanrl", "compile", "leanrl"),
+    r"On Atari and a Zen 4, PPO has ([\d.]+) times": (f"{ZEN_4}/ppo_atari_envpool", "compile", "sb3"),
+    r"SB3's speed, with `--bf16` ([\d.]+) times": (f"{ZEN_4}/ppo_atari_envpool_bf16", "compile", "sb3"),
+    r"eager `ppo_ray` is ([\d.]+) times": (f"{EPYC}/ppo_ray", "eager", "rllib"),
+    r"--batch-updates 1` (\d+) to \d+ times": (f"{ZEN_4}/impala_ray_{RUNNERS.format(16)}", "eager", "rllib"),
+    r"--batch-updates 1` \d+ to (\d+) times": (f"{ZEN_4}/impala_ray_{RUNNERS.format(4)}", "eager", "rllib"),
+}
+
+
+def test_figures_of_the_readme_are_those_of_the_results():
+    """Its ratios of speeds, its times to a score, and its ladder."""
+    text = " ".join((ROOT / "README.md").read_text().split())
+    read = lambda name: json.loads((readme.RESULTS / f"{name}.json").read_text())  # noqa: E731
+    for pattern, (name, ours, theirs) in RATIOS.items():
+        (said,) = re.findall(pattern, text)
+        (ratio,) = [x["ratio"] for x in read(name)["ratios"] if (x["of"], x["to"]) == (ours, theirs)]
+        assert said == f"{ratio:.{len(said.partition('.')[2])}f}", pattern
+    times = read("time_to_score/ppo_continuous_action_HalfCheetah-v4")["contestants"]
+    said = re.findall(r"there after (\d+) s, compiled (\d+) s, with a cache (\d+) s, SB3 (\d+) s", text)
+    names = ("eager", "compile (cold)", "compile (warm)", "sb3")
+    assert said == [tuple(f"{time_to_score.summarize(times[name])['each']:.0f}" for name in names)]
+    ladder = re.search(r"usual loop .*?C\+\+ [\d,]+", text)[0]
+    speeds = [f"{x['steps_per_second']:,.0f}" for x in read("ladder/ppo_continuous_action")["contestants"].values()]
+    said = re.findall(r"\d,\d+", ladder)
+    assert len(said) == 8 and said == [speed for speed in speeds if speed in said]
 
 
 def test_results_of_another_machine_stay(tmp_path):
