@@ -179,7 +179,7 @@ def differences(script: str, names: list[str], stored: dict[str, str] | None = N
         return next((own[key] for key in keys if key in own), "")
 
     found = {}
-    for name in names:
+    for name in dict.fromkeys([*names, *(stored or {})]):
         told, noticed = (stored or {}).get(name) or entry(DIFFERENCES, name), entry(NOTICED, name)
         found[name] = "; ".join(x for x in (told, noticed if noticed not in told else "") if x)
     return {name: text for name, text in found.items() if text}
