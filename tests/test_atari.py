@@ -512,18 +512,24 @@ def test_same_seed_same_run(train):
     assert config["script"] == f"{EAGER}.py" and config["args"]["env_id"] == "Breakout-v5"
 
 
-def test_stopped_run_goes_on(train, monkeypatch, tmp_path):
-    """By a signal in its second rollout, which does not count; all goes on from the end of the first."""
-    send, count = SCRIPT.Envs.send, []
+def signal_at(patch, number: int) -> list[int]:
+    """Raise SIGTERM when actions are sent for this time; returns the list in which the pools that got some will be."""
+    send, sent = SCRIPT.Envs.send, []
 
-    def stop(self, pool, action):
-        count.append(pool)
-        if len(count) == 50:
+    def send_and_signal(self, pool, action):
+        sent.append(pool)
+        if len(sent) == number:
             signal.raise_signal(signal.SIGTERM)
         send(self, pool, action)
 
+    patch.setattr(SCRIPT.Envs, "send", send_and_signal)
+    return sent
+
+
+def test_stopped_run_goes_on(train, monkeypatch, tmp_path):
+    """By a signal in its second rollout, which does not count; all goes on from the end of the first."""
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
-        patch.setattr(SCRIPT.Envs, "send", stop)
+        signal_at(patch, 50)
         train()
     assert end.value.code == 128 + signal.SIGTERM
     stopped = helpers.outcome(tmp_path / "run0")
@@ -537,18 +543,10 @@ def test_stopped_run_goes_on(train, monkeypatch, tmp_path):
 
 def test_signal_does_not_wait_for_the_end_of_a_rollout(train, monkeypatch, tmp_path):
     """Of 1,000 steps here, in the third of which it comes."""
-    send, count = SCRIPT.Envs.send, []
-
-    def stop(self, pool, action):
-        count.append(pool)
-        if len(count) == 5:
-            signal.raise_signal(signal.SIGTERM)
-        send(self, pool, action)
-
-    monkeypatch.setattr(SCRIPT.Envs, "send", stop)
+    sent = signal_at(monkeypatch, 5)
     with pytest.raises(SystemExit) as end:
         train(num_steps=1000, total_timesteps=10**5)
-    assert end.value.code == 128 + signal.SIGTERM and len(count) < 10
+    assert end.value.code == 128 + signal.SIGTERM and len(sent) < 10
     assert (tmp_path / "run0/metrics.jsonl").read_text() == ""
 
 

@@ -103,14 +103,13 @@ def check_once(options, *names: str) -> None:
             fail(f"--{name.replace('_', '-')} has {twice[0]} twice")
 
 
-def check_seeds(seeds: tuple[int, ...]) -> None:
+def check_seeds(options) -> None:
     """Refuse an empty list of seeds, one that is there twice, and one that no script takes."""
-    if not seeds:
+    if not options.seeds:
         fail("--seeds: name at least one")
-    if twice := [x for i, x in enumerate(seeds) if x in seeds[:i]]:
-        fail(f"--seeds has {twice[0]} twice")
-    if not 0 <= min(seeds) <= max(seeds) < 2**63:
-        fail(f"--seeds: {min(seeds)} to {max(seeds)} do not lie in 0 to 2^63 - 1")
+    check_once(options, "seeds")
+    if not 0 <= min(options.seeds) <= max(options.seeds) < 2**63:
+        fail(f"--seeds: {min(options.seeds)} to {max(options.seeds)} do not lie in 0 to 2^63 - 1")
 
 
 def split_flags(text: str, *more: str, refused: tuple[str, ...] = ("--run-dir", "--resume")) -> list[str]:

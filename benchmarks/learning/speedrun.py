@@ -150,7 +150,7 @@ def check(options: Options) -> None:
     check_positive(options, "timeout")
     if not np.isfinite(options.score or 0):
         fail("--score must be a number")
-    check_seeds(options.seeds)
+    check_seeds(options)
     task = "--env-id", "--seed", "--env-kwargs", "--frame-skip", "--repeat-action-probability", "--full-action-space"
     if any(word.replace("_", "-").startswith(task) for word in split_flags(options.flags)):
         fail("--flags: a record is for the task as it is, and for any seed")

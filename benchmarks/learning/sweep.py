@@ -296,7 +296,7 @@ def check(options: Options) -> None:
         fail("--gpus-per-run must be a share of one GPU, or a whole number of them")
     if options.ray_address is not None and options.jobs != Options.jobs:
         fail("--jobs is for one machine: on a cluster, as many runs go side by side as it has room for")
-    check_seeds(options.seeds)
+    check_seeds(options)
     check_once(options, "scripts", "env_ids", "variants")  # runs of the same name would share a folder
     split_flags(options.flags, "--env-id", "--seed", "--total-timesteps")
     if options.resume and not read_journal(options.out / "journal.jsonl"):

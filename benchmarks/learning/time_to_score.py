@@ -328,7 +328,7 @@ def check(options: Options) -> list[tuple[str, str]]:
     check_positive(options, "timeout")
     if not np.isfinite(options.score or 0):
         fail("--score must be a number")
-    check_seeds(options.seeds)
+    check_seeds(options)
     check_once(options, "tasks", "variants", "peers")
     split_flags(options.flags, "--env-id", "--seed")
     check_installed(options.peers)
