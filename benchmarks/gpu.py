@@ -7,9 +7,9 @@ In a copy without a git history, FLATOUT_COMMIT="$(git describe --always --dirty
 is one, names the commit in the results. --cache keeps compiled code from one command to the next.
 
 Measures: `correctness`: for each pair, whether the compiled script computes what the eager one does, with each of the
-four combinations of --compile and --cudagraphs, and the tests that need CUDA; `speed`: pair by pair, the steady steps/s
-of eager, compile, cudagraphs, both, and of LeanRL if --leanrl names its folder; `more`: how fast each network acts,
-what fraction of the time the device is busy and with how many kernels per step, and how fast environments are sampled.
+four combinations of --compile and --cudagraphs, and the tests that need CUDA; `speed`: the steady steps/s of eager,
+compile, cudagraphs, both, and of LeanRL if --leanrl names its folder; `more`: how fast each network acts, what fraction
+of the time the device is busy and with how many kernels per step, and how fast environments are sampled.
 Takes: nine minutes at most each, or --time-limit.
 Leaves: in OUT_DIR the stage's Markdown and, for each of its parts, JSON and a figure. No file is ever half-written.
 """
@@ -202,15 +202,14 @@ def read_tests(output: str) -> dict[str, str]:
 
 
 def run_tests(task: Task) -> None:
-    """The tests that need CUDA, those of graphs among them."""
-    if find_spec("pytest") is None:
-        raise ModuleNotFoundError("pytest is not installed")
+    """The tests that need CUDA, those of graphs among them, and beside them, as nothing is timed, `compare_pairs`."""
     program = [sys.executable, "-m", "pytest", "-v", "--color=no", "-p", "no:cacheprovider", "--tb=line"]
-    jobs = min(len(cores()) - 2, processes.free_slots(processes.SCRIPT_MEMORY))
+    jobs = min(len(cores()) // 2, processes.free_slots(2 * processes.SCRIPT_MEMORY))
     if find_spec("xdist") is not None and jobs > 1:
         program += ["-n", str(jobs), "--dist", "worksteal"]
     child = processes.start([*program, "--continue-on-collection-errors", *task.plan.tests], task.work / "output")
     try:
+        run_part("parity", compare_pairs, task)
         while (code := child.wait(2)) is None and time.perf_counter() < task.deadline:
             report_tests(child, task.report)
     finally:
@@ -263,7 +262,7 @@ def contestants_of(task: Task, script: str) -> dict[str, gpu_speed.Contestant]:
         flags += ["--run-dir", str(task.work / f"{script}.leanrl")]
         python = CLEANRL_PYTHON if CLEANRL_PYTHON.exists() else sys.executable  # a machine without network has one
         programs["leanrl"] = clone_command(python, path, script, *flags)
-    settings, contestants = turns.compile_settings(task.cache, len(programs)), {}
+    settings, contestants = turns.compile_settings(task.cache, max(1, len(cores()) // 2)), {}
     for name, program in programs.items():
         folder = task.work / f"{script}.{name}"
         output, log = task.work / f"{script}.{name}.out", folder / "metrics.jsonl"
@@ -271,36 +270,16 @@ def contestants_of(task: Task, script: str) -> dict[str, gpu_speed.Contestant]:
     return contestants
 
 
-def one_by_one(task: Task, things: list[str], measure: Callable[[str, float], None]) -> None:
-    """Measure things one after the other, each within its share of the time left.
-
-    A failure does not stop the others; all failures are reported at the end.
-    """
-    failures = []
-    for i, thing in enumerate(things):
-        try:
-            measure(thing, task.share(i, len(things)))
-        except (Exception, SystemExit) as error:
-            failures.append(f"{thing}: {turns.describe_error(error)}")
-    if failures:
-        raise RuntimeError("; ".join(failures))
-
-
 def measure_speeds(task: Task) -> None:
-    """The pairs one after the other."""
-    results = {}
+    """All pairs, which get ready side by side."""
 
-    def on_change(result: dict) -> None:
-        results[result["script"]] = result
+    def on_change(results: list[dict]) -> None:
         status = f"running: {len(results)} of {len(task.scripts)}"
-        task.report.write("speed", status, speed_lines(list(results.values())), list(results.values()))
+        task.report.write("speed", status, speed_lines(results), results)
+        task.report.draw("speed", throughput.draw, results)
 
-    def measure(script: str, seconds: float) -> None:
-        contestants = contestants_of(task, script)
-        gpu_speed.measure(script, contestants, task.plan.device, task.plan.rounds, seconds, on_change)
-        task.report.draw("speed", throughput.draw, list(results.values()))
-
-    one_by_one(task, task.scripts, measure)
+    contestants = {script: contestants_of(task, script) for script in task.scripts}
+    gpu_speed.measure(contestants, task.plan.device, task.plan.rounds, task.share(0, 1), on_change)
 
 
 def measure_inference(task: Task) -> None:
@@ -346,7 +325,7 @@ def measure_rollout(task: Task) -> None:
 
 # The parts of each stage, the most important first, each with the share of the remaining time that it may take
 STAGES: dict[str, dict[str, tuple[Callable[[Task], None], float]]] = {
-    "correctness": {"parity": (compare_pairs, 0.7), "tests": (run_tests, 1.0)},
+    "correctness": {"tests": (run_tests, 1.0)},
     "speed": {"speed": (measure_speeds, 1.0)},
     "more": {
         "inference": (measure_inference, 0.5), "device_use": (measure_device_use, 0.75),
@@ -361,7 +340,8 @@ def check(options: Options) -> list[str]:
     check_positive(options, "time_limit", "memory_gib")
     if options.leanrl is not None and not options.leanrl.is_dir():
         fail(f"--leanrl: there is no folder {options.leanrl}")
-    missing = [name for name in NEEDED if find_spec(name) is None]
+    needed = (*NEEDED, "pytest") if options.stage == "correctness" else NEEDED
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
         fail(f"not installed: {', '.join(missing)}")
     import torch

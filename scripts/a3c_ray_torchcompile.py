@@ -526,8 +526,8 @@ def compiled(device: torch.device, *functions, **more_options):
     check_adam()
     names = ("cpp_wrapper", "fallback_random", "cpp.vec_isa_ok") if device.type == "cpu" else ()
     options = dict.fromkeys(names, True)
-    if device.type == "cpu":
-        options["unroll_reductions_threshold"] = 1  # unrolled, a sum over the few actions is computed one by one
+    # Unrolled, a sum over few actions is computed one by one; where Inductor changes strides, views of bytes can fail
+    options |= {"unroll_reductions_threshold": 1} if device.type == "cpu" else {"layout_optimization": False}
     options |= {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe} | more_options
     return [tensors_only(torch.compile(f, fullgraph=True, dynamic=False, options=options.copy())) for f in functions]
 

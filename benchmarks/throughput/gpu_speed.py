@@ -1,8 +1,8 @@
-"""The speed of a pair's variants within a minute or two, side by side: what `./run.sh gpu speed` does with each pair.
+"""The speed of all pairs' variants within some minutes, side by side: what `./run.sh gpu speed` does.
 
-Starting and compiling take up most of a short measurement. Here all variants of a pair start and compile in parallel,
-on all cores, and each is frozen once it runs steadily. Then each is woken alone for a second or two, the order reversed
-from round to round; while frozen, it uses neither the processor nor the device.
+Starting and compiling take up most of a short measurement. Here all variants of all pairs start and compile in
+parallel, on all cores, and each is frozen once it runs steadily. Then each is woken alone for a second or two, the
+order reversed from round to round; while frozen, it uses neither the processor nor the device.
 """
 
 import time
@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import processes, runs, steady, turns
-from benchmarks.common.programs import fields_of
+from benchmarks.common.programs import cores, fields_of
 from benchmarks.common.results import provenance
 from benchmarks.throughput import throughput
 
 PIECES = 5  # parts of a turn; the speed of each is a window
+PUBLISHED_EVERY = 60.0  # seconds between two publications of what was measured so far
 PATIENCE = 4.0  # how long a contestant may stay awake until it has written enough, as a multiple of a turn
 
 
@@ -66,14 +67,14 @@ class Contestant(turns.Contestant):
         """Median speed with quartiles, and why there is none or why measuring ended early, if so."""
         failed = {"failed": turns.without_paths(self.error)} if self.error else {}
         if not self.rounds:
-            return failed or {"failed": "no window of steady speed"}
+            return failed
         low, median, high = np.quantile(np.concatenate([x["speeds"] for x in self.rounds]), [0.25, 0.5, 0.75]).tolist()
         return {"steps_per_second": median, "quartiles": [low, high], "rounds": self.rounds, **failed}
 
 
 def result_of(script: str, contestants: dict[str, Contestant], device: str) -> dict:
-    """The results of a pair's contestants, with their ratios to eager."""
-    own = {name: x.result() for name, x in contestants.items()}
+    """The results so far of a pair's contestants, with their ratios to eager."""
+    own = {name: x.result() for name, x in contestants.items() if x.rounds or x.error}
     measured = [name for name, x in own.items() if "steps_per_second" in x]
     ratios = [throughput.ratio(own, name, "eager") for name in measured if name != "eager" and "eager" in measured]
     result = {"script": script, "env_id": fields_of(script)["env_id"].default, "flags": "", "device": device}
@@ -81,26 +82,33 @@ def result_of(script: str, contestants: dict[str, Contestant], device: str) -> d
 
 
 def measure(
-    script: str,
-    contestants: dict[str, Contestant],
+    pairs: dict[str, dict[str, Contestant]],
     device: str,
     rounds: int,
     seconds: float,
-    on_change: Callable[[dict], None],
+    on_change: Callable[[list[dict]], None],
 ) -> None:
-    """Measure the contestants of a pair within so many seconds; `on_change` gets the result so far after each round.
+    """Measure the contestants of all pairs within so many seconds; `on_change` gets the results now and then.
 
     Contestants that do not fit into memory together are measured in further groups. Computing the intervals takes as
-    long as a turn, with everything frozen meanwhile, so it is not done after each turn.
+    long as many turns, with everything frozen meanwhile, so it is done at most once a minute, and at the end.
     """
-    slots, everyone = processes.free_slots(processes.SCRIPT_MEMORY), list(contestants.values())
-    share = seconds / -(-len(everyone) // slots)
+    everyone, slots = [x for own in pairs.values() for x in own.values()], processes.free_slots(processes.SCRIPT_MEMORY)
+    share, published = seconds / -(-len(everyone) // slots), time.perf_counter()
+
+    def publish() -> None:
+        nonlocal published
+        seen = {script: own for script, own in pairs.items() if any(x.rounds or x.error for x in own.values())}
+        on_change([result_of(script, own, device) for script, own in seen.items()])
+        published = time.perf_counter()
+
+    def on_turn(_contestant: turns.Contestant) -> None:
+        if time.perf_counter() > published + PUBLISHED_EVERY:
+            publish()
+
     for i in range(0, len(everyone), slots):
         group = everyone[i : i + slots]
-
-        def on_turn(contestant: Contestant, group: list[Contestant] = group) -> None:
-            if contestant is next((x for x in group if not x.error), contestant):
-                on_change(result_of(script, contestants, device))
-
-        turns.take_turns(group, len(group), share, share, on_turn, rounds)
-        on_change(result_of(script, contestants, device))
+        turns.take_turns(group, min(len(group), len(cores())), share, share, on_turn, rounds)
+        for contestant in [x for x in group if not x.rounds]:
+            contestant.error = contestant.error or "no window of steady speed"
+    publish()
