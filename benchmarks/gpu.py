@@ -3,8 +3,8 @@
 Each starts with what matters most and keeps its results so far when time runs out or it is stopped. With PYTHON=... it
 uses the packages of that Python and installs nothing; --dry-run does the same on a CPU, at toy size.
 
-In a copy without a git history, FLATOUT_COMMIT="$(git describe --always --dirty --abbrev=40)", as printed where there
-is one, names the commit in the results. --cache keeps compiled code from one command to the next.
+In a copy without its git history, FLATOUT_COMMIT="$(git describe --always --dirty --abbrev=40)", as printed where that
+is, names the commit in the results. --cache keeps compiled code from one command to the next.
 
 Measures: `correctness`: for each pair, whether the compiled script computes what the eager one does, with each of the
 four combinations of --compile and --cudagraphs, and the tests that need CUDA; `speed`: the steady steps/s of eager,
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -36,6 +36,7 @@ from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import (
     CLEANRL_PYTHON,
     SUFFIX,
+    VARIANTS,
     check_known,
     check_positive,
     clone_command,
@@ -75,6 +76,8 @@ class Options:
     stage: tyro.conf.Positional[Literal["correctness", "speed", "more"]]  # what to measure
     out: tyro.conf.Positional[Path]  # folder of the results
     scripts: tuple[str, ...] = ()  # pairs to measure, by the name of the eager script; by default all that can run here
+    parts: tuple[str, ...] = ()  # parts of the stage to run; by default all
+    variants: tuple[str, ...] = ()  # variants that `speed` times and `device_use` profiles, if not all
     # folder of LeanRL, to measure its scripts beside ours; needs requirements-cleanrl.txt, see CLEANRL_PYTHON
     leanrl: Path | None = None
     time_limit: float = 525.0  # seconds for the whole stage
@@ -337,6 +340,8 @@ STAGES: dict[str, dict[str, tuple[Callable[[Task], None], float]]] = {
 def check(options: Options) -> list[str]:
     """Refuse what can't work; returns the pairs to measure, the most important first."""
     check_known("script", options.scripts, pairs())
+    check_known("part", options.parts, STAGES[options.stage])
+    check_known("variant", options.variants, VARIANTS)
     check_positive(options, "time_limit", "memory_gib")
     if options.leanrl is not None and not options.leanrl.is_dir():
         fail(f"--leanrl: there is no folder {options.leanrl}")
@@ -374,10 +379,13 @@ def main(options: Options) -> None:
     started, scripts = time.perf_counter(), check(options)
     options.leanrl = options.leanrl and options.leanrl.resolve()  # programs run in the root of the repository
     plan, report = TOY if options.dry_run else Plan(), Report(options.out, options.stage, options.dry_run)
+    if options.variants:
+        plan = replace(plan, variants=options.variants, profiled=options.variants)
     if options.memory_gib is not None:
         os.environ["MEMORY_GIB"] = str(options.memory_gib)
     with stoppable(f"what was measured before lies in {options.out}"), tempfile.TemporaryDirectory() as folder:
-        for name, (part, share) in STAGES[options.stage].items():
+        for name in options.parts or STAGES[options.stage]:
+            part, share = STAGES[options.stage][name]
             now, work = time.perf_counter(), Path(folder, name)
             work.mkdir()
             deadline = now + share * (started + options.time_limit - now)

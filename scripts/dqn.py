@@ -196,7 +196,7 @@ def train(args: Args) -> Path:
 
         # Learn. Updates are counted from the first step on, including those skipped before learning starts
         *columns, valid = (np.concatenate(column) for column in zip(*steps, strict=True))
-        buffer.add(torch.from_numpy(np.column_stack(columns)[valid]).to(device, torch.float32))
+        buffer.add(torch.from_numpy(np.column_stack(columns)[valid]).float())
         while run.num_updates < run.step // args.train_frequency:
             run.num_updates += 1
             if run.step > first_update:
@@ -245,8 +245,8 @@ def free_memory(device: torch.device) -> float:
 class ReplayBuffer(nn.Module):
     """The last `capacity` transitions, each a row of observation (O), action (A), reward, next observation, terminated.
 
-    As one tensor, it takes one copy to write and one gather to sample. The number of rows ever written, which tells
-    where the next one goes, is kept on the device, so that a CUDA graph reads its current value.
+    As one tensor, it takes one copy to write and one gather to sample. The number of rows ever written is kept on the
+    device, so that a CUDA graph reads its current value; on the host, the place of the next one.
     """
 
     def __init__(self, capacity: int, obs_dim: int, action_dim: int, device: torch.device):
@@ -258,11 +258,15 @@ class ReplayBuffer(nn.Module):
         print(f"replay buffer: {need / 2**30:.2f} GiB on {device}", file=sys.stderr)
         self.rows = torch.zeros(capacity, sum(self.widths), device=device)
         self.num_written = torch.zeros((), dtype=torch.int64, device=device)
+        self.next_row = torch.zeros(1, dtype=torch.int64)
 
     def add(self, rows: Tensor) -> None:
-        """Write rows (K, width), K <= capacity, over the oldest ones."""
-        index = (self.num_written + torch.arange(len(rows), device=rows.device)) % len(self.rows)
-        self.rows.index_copy_(0, index, rows)
+        """Write rows (K, width), K <= capacity, over the oldest ones; from the host, straight to their place."""
+        start = int(self.next_row)
+        to_end, rest = rows[: len(self.rows) - start], rows[len(self.rows) - start :]
+        self.rows[start : start + len(to_end)].copy_(to_end, non_blocking=True)
+        self.rows[: len(rest)].copy_(rest, non_blocking=True)
+        self.next_row.fill_((start + len(rows)) % len(self.rows))
         self.num_written.add_(len(rows))
 
     def sample(self, batch_size: int) -> tuple[Tensor, ...]:
@@ -288,11 +292,13 @@ class ReplayBuffer(nn.Module):
                 x[...] = state[name] if isinstance(x, Tensor) else state[name].numpy()
             else:
                 vars(self)[name] = type(x)(state[name].item()) if isinstance(x, np.generic) else state[name]
+        self.next_row.copy_(self.num_written % len(self.rows))
 
     def additions(self) -> dict:
         """`num_written`, and what you have added, such as priorities: all attributes that may change."""
         fixed = Args | str | tuple | torch.device | torch.dtype | None
-        own = {name: x for name, x in vars(self).items() if name not in {*vars(nn.Module()), "rows", "widths"}}
+        known = {*vars(nn.Module()), "rows", "widths", "next_row"}
+        own = {name: x for name, x in vars(self).items() if name not in known}
         return {name: x for name, x in own.items() if not isinstance(x, fixed) and not callable(x)}
 
 

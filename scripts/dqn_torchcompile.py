@@ -210,7 +210,7 @@ def train(args: Args) -> Path:
 
         # Learn. Updates are counted from the first step on, including those skipped before learning starts
         *columns, valid = (np.concatenate(column) for column in zip(*steps, strict=True))
-        buffer.add(torch.from_numpy(np.column_stack(columns)[valid]).to(device, torch.float32))
+        buffer.add(torch.from_numpy(np.column_stack(columns)[valid]).float())
         while run.num_updates < run.step // args.train_frequency:
             run.num_updates += 1
             if run.step > first_update:
@@ -259,8 +259,8 @@ def free_memory(device: torch.device) -> float:
 class ReplayBuffer(nn.Module):
     """The last `capacity` transitions, each a row of observation (O), action (A), reward, next observation, terminated.
 
-    As one tensor, it takes one copy to write and one gather to sample. The number of rows ever written, which tells
-    where the next one goes, is kept on the device, so that a CUDA graph reads its current value.
+    As one tensor, it takes one copy to write and one gather to sample. The number of rows ever written is kept on the
+    device, so that a CUDA graph reads its current value; on the host, the place of the next one.
     """
 
     def __init__(self, capacity: int, obs_dim: int, action_dim: int, device: torch.device):
@@ -272,11 +272,15 @@ class ReplayBuffer(nn.Module):
         print(f"replay buffer: {need / 2**30:.2f} GiB on {device}", file=sys.stderr)
         self.rows = torch.zeros(capacity, sum(self.widths), device=device)
         self.num_written = torch.zeros((), dtype=torch.int64, device=device)
+        self.next_row = torch.zeros(1, dtype=torch.int64)
 
     def add(self, rows: Tensor) -> None:
-        """Write rows (K, width), K <= capacity, over the oldest ones."""
-        index = (self.num_written + torch.arange(len(rows), device=rows.device)) % len(self.rows)
-        self.rows.index_copy_(0, index, rows)
+        """Write rows (K, width), K <= capacity, over the oldest ones; from the host, straight to their place."""
+        start = int(self.next_row)
+        to_end, rest = rows[: len(self.rows) - start], rows[len(self.rows) - start :]
+        self.rows[start : start + len(to_end)].copy_(to_end, non_blocking=True)
+        self.rows[: len(rest)].copy_(rest, non_blocking=True)
+        self.next_row.fill_((start + len(rows)) % len(self.rows))
         self.num_written.add_(len(rows))
 
     def sample(self, batch_size: int) -> tuple[Tensor, ...]:
@@ -302,11 +306,13 @@ class ReplayBuffer(nn.Module):
                 x[...] = state[name] if isinstance(x, Tensor) else state[name].numpy()
             else:
                 vars(self)[name] = type(x)(state[name].item()) if isinstance(x, np.generic) else state[name]
+        self.next_row.copy_(self.num_written % len(self.rows))
 
     def additions(self) -> dict:
         """`num_written`, and what you have added, such as priorities: all attributes that may change."""
         fixed = Args | str | tuple | torch.device | torch.dtype | None
-        own = {name: x for name, x in vars(self).items() if name not in {*vars(nn.Module()), "rows", "widths"}}
+        known = {*vars(nn.Module()), "rows", "widths", "next_row"}
+        own = {name: x for name, x in vars(self).items() if name not in known}
         return {name: x for name, x in own.items() if not isinstance(x, fixed) and not callable(x)}
 
 
@@ -472,15 +478,18 @@ def check_adam() -> None:
         fail("`by_formula` of `Adam`, which compiled code calls, and `by_kernel` differ: change both")
 
 
+# Folders of Python and of installed packages, all of which are libraries
+LIBRARIES = os.path.dirname(os.__file__), *(x for x in sys.path if any(Path(x).glob("*.dist-info")))
+
+
 def is_own(value) -> bool:
     """Whether a function, module, class or object is defined in a user's file, not in Python or a package."""
-    libraries = os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__))
     if hasattr(value, "__code__"):
-        return not value.__code__.co_filename.startswith(libraries)
+        return not value.__code__.co_filename.startswith(LIBRARIES)
     owner = value if isinstance(value, type) else type(value)
     module = value if isinstance(value, ModuleType) else sys.modules.get(owner.__module__)
-    file = getattr(module, "__file__", None) or libraries[0]
-    return owner.__module__ == __name__ or not file.startswith(libraries)
+    file = getattr(module, "__file__", None) or LIBRARIES[0]
+    return owner.__module__ == __name__ or not file.startswith(LIBRARIES)
 
 
 def attributes_of(name: str, value) -> dict[str, tuple]:
@@ -567,36 +576,39 @@ def readings(name: str, value, seen: set, names: set):
 
 
 def refuse_changes(function):
-    """Wrap a function to check, before each call, that the numbers and objects it reads are those of the first call.
+    """Wrap a function to check, before a call, that the numbers and objects it reads are those of the first call.
 
     Compiled code and CUDA graphs keep the values that they first read and would silently ignore a change. So a change
-    ends the program, with its name and exit code 2, compiled or not. Tensors may change in place. A check takes a few
-    microseconds.
+    ends the program, with its name and exit code 2, compiled or not. Tensors may change in place. The first 100 calls
+    check everything, each later one an eighth, in a few microseconds: a change is found within eight calls.
     """
-    call, found_names, groups, first, ids = tensors_only(function), [], [], [], []
+    call, parts, number = tensors_only(function), [], 0
 
     def checked(*inputs):
-        if not groups:
+        nonlocal number
+        if not parts:
             names = {"training"}
             found = list(readings("", function, set(), names))  # only attributes that some code names
             any_of = [x[1:] for x in names if x[:1] == "*"]
             ends = {x[0]: x[0].rpartition(".")[2] for x in found if "." in x[0] and x[0][-1] != "]"}
             named = {x for x, end in ends.items() if end in names or any(text in end for text in any_of)}
             found = [x for x in found if x[0] not in ends or x[0] in named]
-            for how in dict.fromkeys(x[1] for x in found):
-                group = [x for x in found if x[1] is how]
-                found_names.extend(x[0] for x in group)
-                groups.append((how, [x[2] for x in group], [x[3] for x in group]))
-            first[:] = [x for group in groups for x in map(*group)]
-            ids[:] = map(id, first)
-            check_equal(found_names, first, first)
-            check_places(found_names, first, is_graph=hasattr(function, "module"))
-        try:
-            now = [x for group in groups for x in map(*group)]
-        except (AttributeError, LookupError) as error:
-            fail(f"what this read when it was compiled is not there any more: {error!r}")
-        if [*map(id, now)] != ids:
-            check_equal(found_names, first, now)
+            found_names, values = [x[0] for x in found], [read(*source) for _, read, *source in found]
+            check_equal(found_names, values, values)
+            check_places(found_names, values, is_graph=hasattr(function, "module"))
+            for part in [found[i::8] for i in range(8)]:
+                by_how = [[x for x in part if x[1] is how] for how in dict.fromkeys(x[1] for x in part)]
+                groups = [(same[0][1], [x[2] for x in same], [x[3] for x in same]) for same in by_how]
+                first = [x for group in groups for x in map(*group)]
+                parts.append(([x[0] for same in by_how for x in same], groups, first, [*map(id, first)]))
+        for found_names, groups, first, ids in parts if number < 100 else parts[number % 8 :][:1]:
+            try:
+                now = [x for group in groups for x in map(*group)]
+            except (AttributeError, LookupError) as error:
+                fail(f"what this read when it was compiled is not there any more: {error!r}")
+            if [*map(id, now)] != ids:
+                check_equal(found_names, first, now)
+        number += 1
         return call(*inputs)
 
     return checked

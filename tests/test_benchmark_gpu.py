@@ -86,6 +86,8 @@ def test_bad_input(tmp_path, capsys):
         ({"out": tmp_path}, "holds results of this stage"),
         ({"out": Path("/dev/null/x")}, "can't write"),
         ({"out": tmp_path / "new", "scripts": ("sarsa",)}, "no script sarsa"),
+        ({"out": tmp_path / "new", "parts": ("rollout",)}, "no part rollout"),
+        ({"out": tmp_path / "new", "variants": ("sb3",)}, "no variant sb3"),
         ({"out": tmp_path / "new", "time_limit": 0}, "--time-limit"),
         ({"out": tmp_path / "new", "memory_gib": 0}, "--memory-gib"),
         ({"out": tmp_path / "new", "leanrl": tmp_path / "none"}, "--leanrl: there is no folder"),
@@ -116,6 +118,16 @@ def test_a_part_that_fails_leaves_the_others_alone(tmp_path, monkeypatch, capsys
     text = capsys.readouterr().out
     assert f"| speed | failed: {type(error).__name__}: out of memory, 0 s |" in text
     assert "| rollout | done, 0 s |" in text and text.startswith((tmp_path / "out" / "speed.md").read_text())
+
+
+def test_some_parts_and_variants_alone(tmp_path, monkeypatch):
+    """The plan stays as it is; parts run in the order in which they are named."""
+    ran = []
+    parts = {name: (lambda task, name=name: ran.append((name, task.plan.variants)), 1.0) for name in ("a", "b", "c")}
+    monkeypatch.setattr(gpu, "STAGES", {"speed": parts})
+    options = {"parts": ("c", "a"), "variants": ("compile",), "scripts": ("dqn",)}
+    gpu.main(gpu.Options("speed", tmp_path / "out", **options, dry_run=True))
+    assert ran == [("c", ("compile",)), ("a", ("compile",))] and gpu.TOY.variants == ("eager", "lean")
 
 
 def test_a_file_is_whole_at_any_moment(tmp_path, monkeypatch):
@@ -206,7 +218,7 @@ def test_what_was_measured_until_the_time_is_up_is_kept_and_published(tmp_path, 
     monkeypatch.setattr(gpu_speed, "PUBLISHED_EVERY", 2.0)
     start = time.perf_counter()
     gpu.main(gpu.Options("speed", tmp_path / "out", tuple(pairs_of), time_limit=18.0, dry_run=True))
-    assert time.perf_counter() - start < 26
+    assert time.perf_counter() - start < 32
     results = {x["script"]: x["contestants"] for x in json.loads((tmp_path / "out" / "speed.json").read_text())}
     # Of 500 at most, less on busy cores; what a sleep would take is seen above, where nothing runs beside it
     assert all(50 < own["steps_per_second"] < 550 and len(own["rounds"]) == 2 for own in results["ppo"].values())

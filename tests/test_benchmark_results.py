@@ -195,6 +195,8 @@ def test_a_copy_without_history_is_told_its_commit(monkeypatch):
     assert results.code_state() == {"commit": None, "uncommitted_changes": False}
     monkeypatch.setenv("FLATOUT_COMMIT", "c0ffee-dirty")
     assert results.code_state() == {"commit": "c0ffee", "uncommitted_changes": True}
+    monkeypatch.setattr(results, "git", lambda *_: "of another")
+    assert results.code_state()["commit"] == "c0ffee"
 
 
 def test_profiles_have_files_of_their_own(tmp_path, monkeypatch):

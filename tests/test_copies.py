@@ -568,7 +568,7 @@ def test_an_entry_that_is_gone_is_refused(copy, train_copy, capsys):
     changes = [
         before_the_loop('weights = {"entropy": args.ent_coef}'),
         (BONUS, 'weights.get("entropy", 1) * entropy'),
-        in_the_loop('weights.pop("entropy", None) if iteration > 1 else None'),
+        in_the_loop('weights.update(other=weights.pop("entropy", None)) if iteration > 1 else None'),
     ]
     with pytest.raises(SystemExit) as end:
         train_copy(copy("ppo_torchcompile", *changes), "ppo_torchcompile", compile=False)

@@ -95,13 +95,13 @@ CODE = ("scripts", "benchmarks", "requirements", ":(exclude)benchmarks/results")
 def code_state() -> dict:
     """The commit that is checked out, and whether the code differs from it.
 
-    Where there is no history they are those of the variable FLATOUT_COMMIT, as `git describe --always --dirty
-    --abbrev=40` has printed them on another machine.
+    In a copy of the files, whose history is not there or another's, they are those of the variable FLATOUT_COMMIT, as
+    `git describe --always --dirty --abbrev=40` has printed them on another machine.
     """
-    if commit := git("rev-parse", "HEAD"):
-        return {"commit": commit, "uncommitted_changes": bool(git("status", "--porcelain", "--", *CODE))}
-    told = os.environ.get("FLATOUT_COMMIT", "")  # a copy of the files has no history
-    return {"commit": told.removesuffix("-dirty") or None, "uncommitted_changes": told.endswith("-dirty")}
+    if told := os.environ.get("FLATOUT_COMMIT"):
+        return {"commit": told.removesuffix("-dirty"), "uncommitted_changes": told.endswith("-dirty")}
+    commit = git("rev-parse", "HEAD") or None
+    return {"commit": commit, "uncommitted_changes": bool(git("status", "--porcelain", "--", *CODE))}
 
 
 @cache
