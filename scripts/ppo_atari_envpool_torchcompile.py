@@ -297,9 +297,11 @@ def train(args: Args) -> Path:
         """One pass over the batch in minibatches, the rows of `permutation` (B / M, M) -> the mean of their losses."""
         return torch.stack([update_minibatch(index, *estimates) for index in permutation]).mean(0)
 
-    # compile: the names stay, so the loop below is unchanged. Gradient and Adam are traced into the same graph
+    # compile: the names stay, so the loop below is unchanged. Gradient and Adam are traced into the same graph. The
+    # policy's step is compiled on a CPU only: on an H200, PyTorch 2.11 made values of it that are not eager's
     if args.compile:
-        act, update_minibatch = compiled(device, act, update_minibatch)
+        (update_minibatch,) = compiled(device, update_minibatch)
+        act = compiled(device, act)[0] if device.type == "cpu" else act
     # compile: each becomes one CUDA graph: its first two calls run normally, the third records, later calls replay
     if args.cudagraphs and device.type == "cuda":
         act, estimate, update_epoch = (CudaGraphModule(f, warmup=3) for f in (act, estimate, update_epoch))
