@@ -118,6 +118,16 @@ def test_a_commit_may_say_that_results_stay(tmp_path, monkeypatch):
         cached.cache_clear()
 
 
+def test_what_a_commit_did_not_say_can_be_said_later(tmp_path, monkeypatch):
+    """In the file of `STAYS`, which says why; each of its commits is in the history."""
+    told = json.loads(stale.STAYS.read_text())
+    assert told and all(stale.is_in_history(commit) and len(own["why"]) > 20 for commit, own in told.items())
+    path = tmp_path / "stays.json"
+    path.write_text(json.dumps({"a" * 40: {"why": "", "Results-stay-of": "dqn ppo", "Results-stay-in": "learning"}}))
+    monkeypatch.setattr(stale, "STAYS", path)
+    assert stale.trailers.__wrapped__("a" * 40) == [[], ["dqn", "ppo"], ["learning"]]
+
+
 def test_results_that_are_written_do_not_make_the_code_another_one(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "ROOT", tmp_path)
     monkeypatch.setattr(results, "code_at_start", results.code_state)

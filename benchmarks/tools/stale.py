@@ -5,7 +5,8 @@ without another commit while it ran, and if the scripts that it measured have no
 drives its peers or makes its rungs. Changes to comments, docstrings and formatting do not count, nor does a commit
 whose message has a line `Results-stay: REASON` that says why its changes can't affect any result, a line
 `Results-stay-of: PAIR PAIR ...` for results of these pairs, or a line `Results-stay-in: PATH PATH ...` for results in
-these folders or files of benchmarks/results, such as learning or learning/dqn.
+these folders or files of benchmarks/results, such as learning or learning/dqn. benchmarks/tools/stays.json has what the
+messages of some commits lack, which results name and so must stay as they are.
 
 With --note stale results are listed in benchmarks/results/stale.json, from which `./run.sh readme` marks them in its
 tables. A test fails if a stale result is not listed there, or a fresh one is: measure again, or note and mark it.
@@ -42,6 +43,7 @@ class Source:
     changed_until: str | None = None  # the commit at the end, if the code changed while it ran
 
 
+STAYS = Path(__file__).with_name("stays.json")  # commit -> the lines of `trailers` that its message lacks, and why
 WORDS = "DIFFERENCES", "differences", "TALK"  # names that are only printed and affect no measurement
 
 
@@ -87,6 +89,8 @@ def code_at(file: str, commit: str) -> str:
 def trailers(commit: str) -> list[list[str]]:
     """The words of a commit's lines `Results-stay`, `Results-stay-of` and `Results-stay-in`."""
     keys = "Results-stay", "Results-stay-of", "Results-stay-in"
+    if commit in (later := json.loads(STAYS.read_text())):
+        return [later[commit].get(key, "").split() for key in keys]
     formats = [f"%(trailers:key={key},valueonly)" for key in keys]
     return [text.split() for text in git("log", "-1", f"--format={'%x00'.join(formats)}", commit).split("\0")]
 
