@@ -298,7 +298,7 @@ def train(args: Args) -> Path:
         return torch.stack([update_minibatch(index, *estimates) for index in permutation]).mean(0)
 
     # compile: the names stay, so the loop below is unchanged. Gradient and Adam are traced into the same graph. The
-    # policy's step is compiled on a CPU only: on an H200, PyTorch 2.11 made values of it that are not eager's
+    # policy's step is compiled on a CPU only: compiled for CUDA, it would copy the whole rollout's frames, twice
     if args.compile:
         (update_minibatch,) = compiled(device, update_minibatch)
         act = compiled(device, act)[0] if device.type == "cpu" else act
@@ -490,8 +490,9 @@ def compiled(device: torch.device, *functions, **more_options):
     check_adam()
     names = ("cpp_wrapper", "fallback_random", "cpp.vec_isa_ok") if device.type == "cpu" else ()
     options = dict.fromkeys(names, True)
-    # Unrolled, a sum over few actions is computed one by one; where Inductor changes strides, views of bytes can fail
-    options |= {"unroll_reductions_threshold": 1} if device.type == "cpu" else {"layout_optimization": False}
+    # Unrolled, a sum over few actions is computed one by one. On CUDA, views of bytes go wrong where strides change
+    for_cuda = {"layout_optimization": False, "comprehensive_padding": False}
+    options |= {"unroll_reductions_threshold": 1} if device.type == "cpu" else for_cuda
     options |= {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe} | more_options
     return [tensors_only(torch.compile(f, fullgraph=True, dynamic=False, options=options.copy())) for f in functions]
 

@@ -511,8 +511,9 @@ def compiled(device: torch.device, *functions, **more_options):
     check_adam()
     names = ("cpp_wrapper", "fallback_random", "cpp.vec_isa_ok") if device.type == "cpu" else ()
     options = dict.fromkeys(names, True)
-    # Unrolled, a sum over few actions is computed one by one; where Inductor changes strides, views of bytes can fail
-    options |= {"unroll_reductions_threshold": 1} if device.type == "cpu" else {"layout_optimization": False}
+    # Unrolled, a sum over few actions is computed one by one. On CUDA, views of bytes go wrong where strides change
+    for_cuda = {"layout_optimization": False, "comprehensive_padding": False}
+    options |= {"unroll_reductions_threshold": 1} if device.type == "cpu" else for_cuda
     options |= {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe} | more_options
     return [tensors_only(torch.compile(f, fullgraph=True, dynamic=False, options=options.copy())) for f in functions]
 

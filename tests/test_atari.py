@@ -476,8 +476,8 @@ def test_twin_computes_the_same_on_cuda(train, monkeypatch, compile, cudagraphs)
     """In float32: by default, products and convolutions on CUDA are in TF32, and gradients are summed in any order."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    settings = {"device": "cuda", "num_steps": 8, "total_timesteps": 16, "update_epochs": 8}
-    settings["matmul_precision"] = "highest"
+    settings = {"device": "cuda", "num_steps": 16, "total_timesteps": 128, "update_epochs": 8}
+    settings |= {"matmul_precision": "highest", "num_envs": 8}  # several games in a pool
     assert_agree(
         train(COMPILED, compile=compile, cudagraphs=cudagraphs, **settings), train(EAGER, **settings), rel=1e-2
     )

@@ -44,7 +44,7 @@ class Pair:
     # Limits in tests/test_scripts_agree.py, raised where there is a reason, and names whose text differs in this pair
     most_changes: int = 25  # lines above the rule in which its two scripts differ
     most_above: int = 360  # lines above the rule
-    most_lines: int = 1259  # lines in total, without the functions that only compiled files have
+    most_lines: int = 1260  # lines in total, without the functions that only compiled files have
     own_texts: tuple[str, ...] = ()
 
 
@@ -177,7 +177,7 @@ TABLE = {
         goal=(30, 200),
         learn_value=PPO_VALUE,
         most_above=410,
-        most_lines=1420,
+        most_lines=1421,
     ),
     "impala_ray": Pair(
         peers="impala",  # it acts as ppo does
