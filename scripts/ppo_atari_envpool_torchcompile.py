@@ -297,8 +297,7 @@ def train(args: Args) -> Path:
         """One pass over the batch in minibatches, the rows of `permutation` (B / M, M) -> the mean of their losses."""
         return torch.stack([update_minibatch(index, *estimates) for index in permutation]).mean(0)
 
-    # compile: the names stay, so the loop below is unchanged. Gradient and Adam are traced into the same graph. The
-    # policy's step is compiled on a CPU only: compiled for CUDA, it would copy the whole rollout's frames, twice
+    # compile: the names stay, so the loop below is unchanged. For CUDA, `act` would copy all frames of a rollout, twice
     if args.compile:
         (update_minibatch,) = compiled(device, update_minibatch)
         act = compiled(device, act)[0] if device.type == "cpu" else act

@@ -331,10 +331,10 @@ def gpu_section() -> list[str]:
         header = [f"steady environment steps/s, {machine_of(found[0]['provenance'])}", *map(plots.label, names)]
         header += [f"{fastest} / {other} [95 %]" for other in ("eager", "LeanRL")]
         lines = [*table([*header, "variants that compute what eager does"], rows), ""]
-        lines += paragraph(f"""Each pair by its default flags; in SAC, TD3 and DQN learning starts after 1,000 steps, and
-            DQN explores as at its end. A few turns of 1.5 seconds each. {FEW_ROUNDS} The last column counts the
-            combinations of `--compile` and `--cudagraphs` that, after some fifty updates, differ by less than ten times
-            what rounding does, or 0.001.""")
+        lines += paragraph(f"""Each pair by its default flags; in SAC, TD3 and DQN learning starts after 1,000 steps,
+            and DQN explores as at its end. A few turns of 1.5 seconds each. {FEW_ROUNDS} The last column counts the
+            combinations of `--compile` and `--cudagraphs` that, after some fifty updates, differ by less than ten
+            times what rounding does, or 0.001.""")
         lines += [*sources(found), ""]
     return lines
 
