@@ -71,7 +71,7 @@ def test_figures_of_the_readme_are_those_of_the_results():
         assert said == f"{ratio:.{len(said.partition('.')[2])}f}", pattern
     speeds = {x["script"]: x["contestants"] for x in read("gpu/speed")}
     for pair, name in (("sac_continuous_action", "SAC"), ("td3_continuous_action", "TD3"), ("dqn", "DQN")):
-        (said,) = re.findall(rf"with CUDA graphs.*? {name} ([\d.]+) and ([\d.]+)", text)
+        (said,) = re.findall(rf"with CUDA graphs.*? {name} (\d+\.\d) and (\d+\.\d)", text)
         ours, *others = (speeds[pair][x]["steps_per_second"] for x in ("compile+cudagraphs", "eager", "leanrl"))
         assert said == tuple(f"{ours / x:.1f}" for x in others), name
     times = read("time_to_score/ppo_continuous_action_HalfCheetah-v4")["contestants"]
@@ -190,13 +190,16 @@ def test_what_a_gpu_gave_is_shown(tmp_path, monkeypatch):
     equal = {"lean": {"equal": True}, "compile": {"equal": True}, "cudagraphs": {"equal": False}}
     (tmp_path / "gpu" / "parity.json").write_text(json.dumps({"results": {"ppo": equal}}))
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    monkeypatch.setattr(readme, "NOTED", tmp_path / "stale.json")
     header, _, row, *_ = readme.gpu_section()
     assert machine_of(source) == "16 cores of Some CPU, Some GPU" and "16 cores of Some CPU, Some GPU" in header
     assert row == "| `ppo`, CartPole-v1 | 100 | 200 | - | 2.0 [1.9, 2.1] | - | 2 of 3 |"
     for own, speed in zip(result["contestants"].values(), (100.0, 200.0, 50.0), strict=True):
         own |= {"steps_per_second": speed, "rounds": [{"speeds": [speed]}] * 2}
     (tmp_path / "gpu" / "speed.json").write_text(json.dumps([result | {"provenance": source}]))
-    assert "| 50 | 2.0 [1.9, 2.1] | 4.0 [4.0, 4.0] | 2 of 3 |" in readme.gpu_section()[2]
+    (tmp_path / "stale.json").write_text(json.dumps({"gpu/speed.json": ["ppo.py has changed"]}))
+    row = readme.gpu_section()[2]
+    assert row.startswith("| `ppo`, CartPole-v1 † |") and "| 50 | 2.0 [1.9, 2.1] | 4.0 [4.0, 4.0] | 2 of 3 |" in row
 
 
 def test_seeds_of_two_reports_are_pooled(monkeypatch):

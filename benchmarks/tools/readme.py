@@ -323,7 +323,7 @@ def gpu_section() -> list[str]:
             beside = throughput.ratio(result["contestants"], fastest, "leanrl")
             gains["beside LeanRL"] = estimate(beside["ratio"], beside["interval"], ".1f")
         equal = [x["equal"] for x in same.get(result["script"], {}).values()]
-        rows.append([row_name(result)])
+        rows.append([row_name(result) + mark("gpu/speed.json")])
         rows[-1] += [f"{known[name]:,.0f}" if name in known else "-" for name in names]
         rows[-1] += [gains.get(name, "-") for name in (fastest, "beside LeanRL")]
         rows[-1] += [f"{sum(equal)} of {len(equal)}" if equal else "-"]
@@ -331,6 +331,7 @@ def gpu_section() -> list[str]:
         header = [f"steady environment steps/s, {machine_of(found[0]['provenance'])}", *map(plots.label, names)]
         header += [f"{fastest} / {other} [95 %]" for other in ("eager", "LeanRL")]
         lines = [*table([*header, "variants that compute what eager does"], rows), ""]
+        lines += legend(lines)
         lines += paragraph(f"""Each pair by its default flags; in SAC, TD3 and DQN learning starts after 1,000 steps,
             and DQN explores as at its end. A few turns of 1.5 seconds each. {FEW_ROUNDS} The last column counts the
             combinations of `--compile` and `--cudagraphs` that, after some fifty updates, differ by less than ten
