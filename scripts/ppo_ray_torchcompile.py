@@ -680,8 +680,9 @@ def check_adam() -> None:
         fail("`by_formula` of `Adam`, which compiled code calls, and `by_kernel` differ: change both")
 
 
-# Folders of Python and of installed packages, all of which are libraries
-LIBRARIES = os.path.dirname(os.__file__), *(x for x in sys.path if any(Path(x).glob("*.dist-info")))
+# Folders of Python and of installed packages, which are libraries, but for one that this file lies in
+PACKAGES = [x for x in sys.path if any(Path(x).glob("*.dist-info")) and not os.path.abspath(__file__).startswith(x)]
+LIBRARIES = os.path.dirname(os.__file__), *PACKAGES
 
 
 def is_own(value) -> bool:

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -664,6 +665,36 @@ def test_cache_of_a_library_may_change():
     for _ in range(3):
         assert function(x) is x
         re.purge()
+
+
+def test_packages_are_libraries_in_whatever_folder(copy, tmp_path, monkeypatch):
+    """By what pip leaves beside them; but a file is no library for what was installed into its own folder."""
+    folder = tmp_path / "more"
+    for path in (tmp_path, folder):
+        (path / "thing-1.0.dist-info").mkdir(parents=True)
+        monkeypatch.syspath_prepend(path)
+    (folder / "thing_of_pip.py").write_text("def f(): pass")
+    (tmp_path / "thing_of_mine.py").write_text("def f(): pass")
+    module = copy("ppo_torchcompile")
+    theirs, mine = (importlib.import_module(name).f for name in ("thing_of_pip", "thing_of_mine"))
+    assert not module.is_own(theirs) and not module.is_own(torch.nn.Linear) and not module.is_own(re.match)
+    assert module.is_own(mine) and module.is_own(module.gae) and module.is_own(module.Args)
+
+
+def test_a_late_change_is_found_within_eight_calls(capsys):
+    """Whichever of many numbers it is."""
+    for name in ("a", "b", "c", "d", "e", "f", "g", "h", "i"):
+        own = SimpleNamespace(a=1, b=2, c=3, d=4, e=5, f=6, g=7, h=8, i=9)
+        function = load("ppo_torchcompile").refuse_changes(
+            lambda x, own=own: x + own.a + own.b + own.c + own.d + own.e + own.f + own.g + own.h + own.i
+        )
+        for _ in range(110):
+            function(torch.zeros(()))
+        setattr(own, name, 0)
+        with pytest.raises(SystemExit):
+            for _ in range(8):
+                function(torch.zeros(()))
+        assert f".{name}` was" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", COMPILED)

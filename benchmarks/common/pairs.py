@@ -44,7 +44,7 @@ class Pair:
     # Limits in tests/test_scripts_agree.py, raised where there is a reason, and names whose text differs in this pair
     most_changes: int = 25  # lines above the rule in which its two scripts differ
     most_above: int = 360  # lines above the rule
-    most_lines: int = 1260  # lines in total, without the functions that only compiled files have
+    most_lines: int = 1261  # lines in total, without the functions that only compiled files have
     own_texts: tuple[str, ...] = ()
 
 
@@ -111,7 +111,7 @@ TABLE = {
         goal=(-1200, -250),
         learn_value=OFF_POLICY_VALUE | {"tau": 0.2, "autotune": False, "alpha": 1e-3, "total_timesteps": 600,
                                          "batch_size": 64},
-        most_lines=1262,  # networks, targets, a temperature, a replay buffer, bfloat16, transfers to and from a device
+        most_lines=1264,  # networks, targets, a temperature, a replay buffer, bfloat16, transfers to and from a device
         most_changes=39,  # the critics are stacked
     ),
     "td3_continuous_action": Pair(
@@ -177,7 +177,7 @@ TABLE = {
         goal=(30, 200),
         learn_value=PPO_VALUE,
         most_above=410,
-        most_lines=1421,
+        most_lines=1422,
     ),
     "impala_ray": Pair(
         peers="impala",  # it acts as ppo does
