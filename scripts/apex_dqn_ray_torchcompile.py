@@ -146,6 +146,7 @@ METRICS = "losses/td_loss", "losses/q_values", "losses/td_error"
 # Smallest and largest value of a setting; for settings not listed, integers are at least 1, floats at least 0
 LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "num_runners": (0, math.inf), "runner_restarts": (0, math.inf)}
 LIMITS |= {"replay_shards": (0, math.inf), "learning_starts": (0, math.inf), "epsilon_base": (0, 1)}
+# What --override may change when a run is resumed
 CHANGEABLE = "learning_rate", "target_network_frequency", "batch_size", "max_grad_norm", "num_runners"
 
 
@@ -374,7 +375,7 @@ def train(args: Args) -> Path:
     # compile: an update becomes a CUDA graph: its first two calls run normally, the third records, later ones replay
     if args.cudagraphs and device.type == "cuda":
         update = CudaGraphModule(update, warmup=3)
-    # compile: compiled code and graphs keep the numbers that they have read; if one changes, the run ends and names it
+    # compile: compiled code and graphs keep the numbers that they read. If one changes, the run ends, compiled or not
     update = refuse_changes(update)
 
     saved = {"replay": replay} if args.save_replay and not args.replay_shards else {}
@@ -803,7 +804,8 @@ def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> N
     """Fail unless acting and learning give the same outputs (B, ...), but for rounding, at observations (B, O)."""
     acted = torch.as_tensor(acted).detach().numpy()
     learnt = np.broadcast_to(learnt.detach().cpu().numpy(), acted.shape)
-    scale = 1 + np.abs(obs).max(axis=1) + np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)  # of each row
+    largest = np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)
+    scale = 1 + largest + 0.01 * np.abs(obs).max(axis=1)  # of each row; large observations are rounded, too
     if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
         hint = "`forward` is random or looks at a whole batch, as Dropout does, or actions have another `log_prob`"
         hint = f"`numpy_mlp` leaves out a part of `forward`, such as a number that has changed, or {hint}"
@@ -893,6 +895,14 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
+def become_worker() -> None:
+    """In a worker process: end soon after the parent, and leave signals to it."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # for programs that it starts
+
+
 def show_warning(text: str) -> None:
     """Print a warning of MuJoCo, unless it is about old attributes of models, which nobody can act on."""
     if "deprecated" not in text:
@@ -905,12 +915,7 @@ def wrap(env: gym.Env) -> gym.Env:
 
 
 def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.Env:
-    """An environment of Gymnasium (not of EnvPool), flat observations (O,). A worker leaves signals to its parent."""
-    if multiprocessing.parent_process() is not None:
-        threading.Thread(target=end_with_parent, daemon=True).start()
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # for programs that it starts
+    """An environment of Gymnasium (not of EnvPool), flat observations (O,)."""
     warnings.filterwarnings("ignore", ".*out of date")  # about old ids, which published results use
     if "mujoco" in str(env):
         importlib.import_module("mujoco").set_mju_user_warning(show_warning)
@@ -974,6 +979,32 @@ class SyncEnvs:
             env.close()
 
 
+class WorkerEnv(gym.Wrapper):
+    """An environment in a worker process, whose results are made to fit before they go into the arrays of all.
+
+    Else a single number would fill a whole observation, and the first integer of an `info` would cut off the decimals
+    of others. The parent makes one, too, to learn the spaces.
+    """
+
+    def __init__(self, env_fn, parent: int):
+        if os.getpid() != parent:
+            become_worker()
+        super().__init__(env_fn())
+
+    def reset(self, **settings):
+        obs, info = self.env.reset(**settings)
+        return self.checked(obs), info | numbers_in(info)
+
+    def step(self, action):
+        obs, *others, info = self.env.step(action)
+        return self.checked(obs), *others, info | numbers_in(info)
+
+    def checked(self, obs):
+        if np.shape(obs) != (shape := self.observation_space.shape):
+            raise ValueError(f"an observation of shape {np.shape(obs)}, by a space of shape {shape}")
+        return obs
+
+
 @contextlib.contextmanager
 def light_start():
     """Worker processes started in this context ignore signals, have one thread, and do not import this file.
@@ -985,7 +1016,7 @@ def light_start():
     resource_tracker.ensure_running()  # which unblocks signals when it starts
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)  # workers inherit this, and `make_env` ignores them
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)  # workers inherit this, and `become_worker` ignores them
     try:
         yield
     finally:
@@ -1010,16 +1041,18 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, give_up)  # a constructor may hang
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
-        vector = gym.vector.AsyncVectorEnv(env_fns, context="forkserver")
+        vector = gym.vector.AsyncVectorEnv(
+            [partial(WorkerEnv, env_fn, os.getpid()) for env_fn in env_fns], context="forkserver"
+        )
     atexit.register(lambda: [process.kill() for process in vector.processes])  # else a failed run may wait for them
     return vector
 
 
-def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
-    """Raise a ValueError at NaN or infinity; in terminal observations, whose value is not used, set them to 0."""
+def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray, instead: np.ndarray | float = 0) -> None:
+    """Raise a ValueError at NaN or infinity; terminal observations, whose value is not used, get `instead` there."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
-        obs[terminated] = np.where(np.abs(obs[terminated]) < 3e38, obs[terminated], 0)
+        obs[terminated] = np.where(np.abs(obs) < 3e38, obs, instead)[terminated]
         if not (np.abs(obs).max() < 3e38 and np.abs(reward).max() < 3e38):
             raise ValueError("an observation or a reward is NaN or infinite")
 
@@ -1097,6 +1130,7 @@ class Envs:
             check_finite(obs, np.zeros(1), np.zeros(len(obs), dtype=bool))
         except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
             self.stop(self.explain(error))
+        self.last_obs = obs
         return obs
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -1104,11 +1138,12 @@ class Envs:
         try:
             obs, reward, terminated, truncated, infos = self.vector.step(action.reshape(self.action_shape))
             obs = self.flatten(obs)
-            check_finite(obs, reward, terminated)
+            check_finite(obs, reward, terminated, self.last_obs)  # which statistics may count once more, unlike a 0
             if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
                 self.note_ends(infos, terminated | truncated)
         except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
             self.stop(self.explain(error))
+        self.last_obs = obs
         return obs, reward, terminated, truncated
 
     def explain(self, error: Exception) -> str:
@@ -1941,10 +1976,12 @@ class ReplayShards(Replay):
         self.remote = self.ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(RemoteReplay)
         self.shards, self.num_given, self.num_added, self.num_lost, self.restarts = {}, {}, 0, 0, 0
         self.adding, self.asked = {}, deque()  # pending answer -> shard; (shard, pending batches)
+        self.losses = {}  # pending answer -> transitions that are lost if it is
         self.starting = {}  # shard -> pending answer of its start; it gets nothing before that
         try:
-            started = [self.start(index) for index in range(args.replay_shards)]
-            lines = self.ray.get(started, timeout=args.fragment_timeout)
+            with ending_early():
+                started = [self.start(index) for index in range(args.replay_shards)]
+                lines = self.ray.get(started, timeout=args.fragment_timeout)
             self.starting.clear()
         except self.ray.exceptions.RayError as error:
             fail(f"can't start a replay shard: {getattr(error, 'cause', None) or error}")
@@ -1963,16 +2000,18 @@ class ReplayShards(Replay):
         while not (started := [index for index in self.shards if index not in self.starting]):
             self.hear(*next(iter(self.starting.items())))
         index = started[self.num_added % len(started)]
-        self.adding[self.shards[index].add.remote(fragment)] = index
+        reference = self.shards[index].add.remote(fragment)
+        self.adding[reference], self.losses[reference] = index, self.fragment_size
         self.num_given[index] += 1
         self.num_added += 1
         for reference in self.ray.wait(list(self.adding), num_returns=len(self.adding), timeout=0)[0]:
             self.hear(self.adding.pop(reference, None), reference)
 
-    def hear(self, index: int | None, reference):
-        """The answer of a shard; if the shard is dead, replace it and return None."""
+    def hear(self, index: int | None, reference) -> tuple:
+        """Whether a shard answered, and its answer; if the shard is dead, replace it."""
+        loss = self.losses.pop(reference, 0)
         if index is None:
-            return None  # the shard has been buried meanwhile
+            return False, None  # the shard has been buried meanwhile
         deadline = time.monotonic() + self.args.fragment_timeout
         while not self.ray.wait([reference], timeout=0.5)[0]:
             self.runners.run.stop_if_asked()
@@ -1982,12 +2021,12 @@ class ReplayShards(Replay):
             answer = self.ray.get(reference)
             if self.starting.get(index) == reference:
                 del self.starting[index]
-            return answer
+            return True, answer
         except self.ray.exceptions.ObjectLostError:
-            self.num_lost += self.fragment_size  # lost with its runner's machine
+            self.num_lost += loss  # a fragment, with its runner's machine; or an answer, with the shard's: ask again
         except self.ray.exceptions.RayError as error:
             self.bury(index, error)
-        return None
+        return False, None
 
     def held(self, index: int) -> int:
         """Transitions in a shard."""
@@ -2004,6 +2043,7 @@ class ReplayShards(Replay):
         self.restarts, self.num_lost = self.restarts + 1, self.num_lost + self.held(index)
         tqdm.write(f"{death}; restart {self.restarts}", file=sys.stderr)
         self.adding = {reference: other for reference, other in self.adding.items() if other != index}
+        self.losses = {reference: loss for reference, loss in self.losses.items() if reference in self.adding}
         self.asked = deque(pair for pair in self.asked if pair[0] != index)
         self.ray.kill(self.shards[index])
         self.adding[self.start(index)] = index
@@ -2018,8 +2058,9 @@ class ReplayShards(Replay):
                 index = min(filled, key=[index for index, _ in self.asked].count)
                 self.asked.append((index, self.shards[index].sample.remote(count)))
             index, reference = self.asked.popleft()
-            shard, rows = self.shards[index], self.hear(index, reference)
-            if rows is None:
+            shard = self.shards[index]
+            has_answered, rows = self.hear(index, reference)
+            if has_answered and rows is None:  # it is empty
                 self.num_given[index] = 0
         self.runners.clock.lap("learner_waiting")
         if rows is None:

@@ -108,6 +108,7 @@ METRICS = (  # in the order in which `update_minibatch` stacks them
 )  # fmt: skip
 # Smallest and largest value of a setting; for settings not listed, integers are at least 1, floats at least 0
 LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "gae_lambda": (0, 1), "repeat_action_probability": (0, 1)}
+# What --override may change when a run is resumed
 CHANGEABLE = "learning_rate", "gamma", "gae_lambda", "update_epochs", "clip_coef", "ent_coef", "vf_coef", "target_kl"
 
 
@@ -208,12 +209,12 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean of max(error ** 2, clipped error ** 2): the clipped value is at most clip_coef from the old one."""
-    error = (value - returns).square()
+    """Half the mean of the larger squared error: the value's, or that of the value within clip_coef of the old one."""
+    squared_error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
-        error = torch.max(error, (clipped_value - returns).square())
-    return 0.5 * masked_mean(error, valid)
+        squared_error = torch.max(squared_error, (clipped_value - returns).square())
+    return 0.5 * masked_mean(squared_error, valid)
 
 
 def clip(gradients: tuple[Tensor, ...], max_norm: float) -> tuple[Tensor, ...]:
@@ -325,8 +326,8 @@ def train(args: Args) -> Path:
         # What acts must be what learns, even if this loop changes a number that `forward` reads
         check_frames(collector, agent, obs[1, 0].view(torch.uint8))
         torch.set_num_threads(num_cores())
-        previous, done = done[-1:], (terminated + truncated) > 0
-        valid = ~np.concatenate([previous, done[:-1]])  # the row after an episode's end is its reset
+        done_before, done = done[-1:], (terminated + truncated) > 0
+        valid = ~np.concatenate([done_before, done[:-1]])  # the row after an episode's end is its reset
         run.episodes += statistics.update(points, game_over > 0, valid)
         run.step += int(valid.sum())
 

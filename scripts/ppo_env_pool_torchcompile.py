@@ -132,6 +132,7 @@ LIMITS = {
     "seed": (0, 2**63 - 1), "gamma": (0, 1), "gae_lambda": (0, 1),
     "ready_batch": (0, math.inf), "max_restarts": (0, math.inf), "step_timeout": (1e-3, math.inf),
 }  # fmt: skip
+# What --override may change when a run is resumed
 CHANGEABLE = "learning_rate", "gamma", "gae_lambda", "update_epochs", "clip_coef", "ent_coef", "vf_coef", "target_kl"
 
 
@@ -236,12 +237,12 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean of max(error ** 2, clipped error ** 2): the clipped value is at most clip_coef from the old one."""
-    error = (value - returns).square()
+    """Half the mean of the larger squared error: the value's, or that of the value within clip_coef of the old one."""
+    squared_error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
-        error = torch.max(error, (clipped_value - returns).square())
-    return 0.5 * masked_mean(error, valid)
+        squared_error = torch.max(squared_error, (clipped_value - returns).square())
+    return 0.5 * masked_mean(squared_error, valid)
 
 
 def clip(gradients: tuple[Tensor, ...], max_norm: float) -> tuple[Tensor, ...]:
@@ -265,7 +266,8 @@ def train(args: Args) -> Path:
     agent = ActorCritic(pool.obs_dim, space).to(device)
     optimizer = Adam(agent, args.learning_rate, eps=1e-5)
 
-    # A few observations are too little work for a GPU, or for PyTorch: the policy collects on the CPU, in NumPy
+    # A few observations are too little work for a GPU, or for PyTorch: the policy collects on the CPU, in NumPy.
+    # `.cpu()` moves parameters and buffers, `copy_attributes` other tensors; `check_policy` refuses what differs
     collector = agent if device.type == "cpu" else copy_attributes(agent, deepcopy(agent).cpu())
     policy = numpy_mlp(collector.actor)
     low, high = (None, None) if agent.is_discrete else (space.low.reshape(-1), space.high.reshape(-1))
@@ -321,7 +323,7 @@ def train(args: Args) -> Path:
     # compile: each becomes one CUDA graph: its first two calls run normally, the third records, later calls replay
     if args.cudagraphs and device.type == "cuda":
         estimate, update_epoch = (CudaGraphModule(f, warmup=3) for f in (estimate, update_epoch))
-    # compile: compiled code and graphs keep the numbers that they have read; if one changes, the run ends and names it
+    # compile: compiled code and graphs keep the numbers that they read. If one changes, the run ends, compiled or not
     estimate, update_epoch = map(refuse_changes, (estimate, update_epoch))
 
     run.open(pool, agent=agent, optimizer=optimizer)
@@ -358,14 +360,14 @@ def train(args: Args) -> Path:
         rows, no_action = obs[:2].reshape(-1, pool.obs_dim), torch.zeros(2 * num_envs, *action_shape, device=device)
         learnt, *_ = outputs_of(agent, torch.from_numpy(rows).to(device), no_action)
         check_same(acting(rows), learnt, rows)
-        previous, done = done[-1:], terminated | truncated
-        valid = ~np.concatenate([previous, done[:-1]])  # the row after an episode's end is its reset
+        done_before, done = done[-1:], terminated | truncated
+        valid = ~np.concatenate([done_before, done[:-1]])  # the row after an episode's end is its reset
         valid &= ~lost  # the row of a dead worker is masked; the row before it bootstraps, as after a truncation
         ended = statistics.update(reward, done | lost, valid)
         run.episodes += [x for x, was_lost in zip(ended, lost[done | lost], strict=True) if not was_lost]
         run.step += int(valid.sum())
 
-        # Estimate advantages
+        # Estimate advantages. On the device all are float32, actions too
         rollout = (obs, action, reward, terminated, truncated, valid)
         *batch, explained_variance = estimate(*(torch.from_numpy(x).to(device, torch.float32) for x in rollout))
 
@@ -792,7 +794,8 @@ def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> N
     """Fail unless acting and learning give the same outputs (B, ...), but for rounding, at observations (B, O)."""
     acted = torch.as_tensor(acted).detach().numpy()
     learnt = np.broadcast_to(learnt.detach().cpu().numpy(), acted.shape)
-    scale = 1 + np.abs(obs).max(axis=1) + np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)  # of each row
+    largest = np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)
+    scale = 1 + largest + 0.01 * np.abs(obs).max(axis=1)  # of each row; large observations are rounded, too
     if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
         hint = "`forward` is random or looks at a whole batch, as Dropout does, or actions have another `log_prob`"
         hint = f"`numpy_mlp` leaves out a part of `forward`, such as a number that has changed, or {hint}"
@@ -902,12 +905,7 @@ def wrap(env: gym.Env) -> gym.Env:
 
 
 def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.Env:
-    """An environment of Gymnasium (not of EnvPool), flat observations (O,). A worker leaves signals to its parent."""
-    if multiprocessing.parent_process() is not None:
-        threading.Thread(target=end_with_parent, daemon=True).start()
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # for programs that it starts
+    """An environment of Gymnasium (not of EnvPool), flat observations (O,)."""
     warnings.filterwarnings("ignore", ".*out of date")  # about old ids, which published results use
     if "mujoco" in str(env):
         importlib.import_module("mujoco").set_mju_user_warning(show_warning)
@@ -952,7 +950,7 @@ def light_start():
     resource_tracker.ensure_running()  # which unblocks signals when it starts
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)  # workers inherit this, and `make_env` ignores them
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)  # workers inherit this, and `become_worker` ignores them
     try:
         yield
     finally:
@@ -962,11 +960,11 @@ def light_start():
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
-    """Raise a ValueError at NaN or infinity; in terminal observations, whose value is not used, set them to 0."""
+def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray, instead: np.ndarray | float = 0) -> None:
+    """Raise a ValueError at NaN or infinity; terminal observations, whose value is not used, get `instead` there."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
-        obs[terminated] = np.where(np.abs(obs[terminated]) < 3e38, obs[terminated], 0)
+        obs[terminated] = np.where(np.abs(obs) < 3e38, obs, instead)[terminated]
         if not (np.abs(obs).max() < 3e38 and np.abs(reward).max() < 3e38):
             raise ValueError("an observation or a reward is NaN or infinite")
 
@@ -986,12 +984,21 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
+def become_worker() -> None:
+    """In a worker process: end soon after the parent, and leave signals to it."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # for programs that it starts
+
+
 def serve(env_fns: list, connection: Connection, first: int, seeds: list[int]) -> None:
     """Make environments, and step all of them in turn at each byte from the pool, until the pipe closes.
 
     Their rows in the shared memory start at `first`. The worker sends `s` with their spaces, and the pool answers with
     the memory; then `d` whenever all rows are done, preceded by `i`, with numbers from `info`, for each ended episode.
     """
+    become_worker()
     pipe = connection.fileno()  # plain writes and reads of a byte take 3 us, those of the Connection 11
     envs = [env_fn() for env_fn in env_fns]
     os.write(pipe, b"s")

@@ -143,6 +143,7 @@ METRICS = (  # in the order in which `gradient` stacks them
 # Smallest and largest value of a setting; for settings not listed, integers are at least 1, floats at least 0
 LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "gae_lambda": (0, 1), "num_learners": (0, math.inf)}
 LIMITS |= {"num_runners": (0, math.inf), "runner_restarts": (0, math.inf)}
+# What --override may change when a run is resumed
 CHANGEABLE = "learning_rate", "gamma", "gae_lambda", "update_epochs", "clip_coef", "ent_coef", "vf_coef", "target_kl"
 
 
@@ -220,12 +221,12 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean of max(error ** 2, clipped error ** 2): the clipped value is at most clip_coef from the old one."""
-    error = (value - returns).square()
+    """Half the mean of the larger squared error: the value's, or that of the value within clip_coef of the old one."""
+    squared_error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
-        error = torch.max(error, (clipped_value - returns).square())
-    return 0.5 * masked_mean(error, valid)
+        squared_error = torch.max(squared_error, (clipped_value - returns).square())
+    return 0.5 * masked_mean(squared_error, valid)
 
 
 class Runner:
@@ -273,8 +274,8 @@ class Runner:
             raw_obs[obs_at], reward[result_at], terminated[result_at], truncated[result_at] = rows
             obs[obs_at] = normalize(raw_obs[obs_at])
             spent[result_at] = self.clock.lap("env_step")
-        previous, self.obs, self.done = self.done[-1:], raw_obs[-1], terminated | truncated
-        valid = ~np.concatenate([previous, self.done[:-1]])  # the row after an episode's end is its reset
+        done_before, self.obs, self.done = self.done[-1:], raw_obs[-1], terminated | truncated
+        valid = ~np.concatenate([done_before, self.done[:-1]])  # the row after an episode's end is its reset
         episodes = self.statistics.update(reward, self.done, valid)
         set_moments(self.obs_norm)  # from here on, both hold only this fragment, which the learner merges into its own
         set_moments(self.reward_scale)
@@ -352,7 +353,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         (update_minibatch,) = compiled(device, update_minibatch)
     # compile: each becomes one CUDA graph: its first two calls run normally, the third records, later calls replay
     replayed = partial(CudaGraphModule, warmup=3) if args.cudagraphs and device.type == "cuda" else lambda x: x
-    # compile: compiled code and graphs keep the numbers that they have read; if one changes, the run ends and names it
+    # compile: compiled code and graphs keep the numbers that they read. If one changes, the run ends, compiled or not
     estimate = refuse_changes(replayed(estimate))
     if add_up:
         gradient, descend = refuse_changes(replayed(gradient)), refuse_changes(replayed(descend))
@@ -902,7 +903,8 @@ def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> N
     """Fail unless acting and learning give the same outputs (B, ...), but for rounding, at observations (B, O)."""
     acted = torch.as_tensor(acted).detach().numpy()
     learnt = np.broadcast_to(learnt.detach().cpu().numpy(), acted.shape)
-    scale = 1 + np.abs(obs).max(axis=1) + np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)  # of each row
+    largest = np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)
+    scale = 1 + largest + 0.01 * np.abs(obs).max(axis=1)  # of each row; large observations are rounded, too
     if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
         hint = "`forward` is random or looks at a whole batch, as Dropout does, or actions have another `log_prob`"
         hint = f"`numpy_mlp` leaves out a part of `forward`, such as a number that has changed, or {hint}"
@@ -1014,6 +1016,14 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
+def become_worker() -> None:
+    """In a worker process: end soon after the parent, and leave signals to it."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # for programs that it starts
+
+
 def show_warning(text: str) -> None:
     """Print a warning of MuJoCo, unless it is about old attributes of models, which nobody can act on."""
     if "deprecated" not in text:
@@ -1026,12 +1036,7 @@ def wrap(env: gym.Env) -> gym.Env:
 
 
 def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.Env:
-    """An environment of Gymnasium (not of EnvPool), flat observations (O,). A worker leaves signals to its parent."""
-    if multiprocessing.parent_process() is not None:
-        threading.Thread(target=end_with_parent, daemon=True).start()
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # for programs that it starts
+    """An environment of Gymnasium (not of EnvPool), flat observations (O,)."""
     warnings.filterwarnings("ignore", ".*out of date")  # about old ids, which published results use
     if "mujoco" in str(env):
         importlib.import_module("mujoco").set_mju_user_warning(show_warning)
@@ -1095,6 +1100,32 @@ class SyncEnvs:
             env.close()
 
 
+class WorkerEnv(gym.Wrapper):
+    """An environment in a worker process, whose results are made to fit before they go into the arrays of all.
+
+    Else a single number would fill a whole observation, and the first integer of an `info` would cut off the decimals
+    of others. The parent makes one, too, to learn the spaces.
+    """
+
+    def __init__(self, env_fn, parent: int):
+        if os.getpid() != parent:
+            become_worker()
+        super().__init__(env_fn())
+
+    def reset(self, **settings):
+        obs, info = self.env.reset(**settings)
+        return self.checked(obs), info | numbers_in(info)
+
+    def step(self, action):
+        obs, *others, info = self.env.step(action)
+        return self.checked(obs), *others, info | numbers_in(info)
+
+    def checked(self, obs):
+        if np.shape(obs) != (shape := self.observation_space.shape):
+            raise ValueError(f"an observation of shape {np.shape(obs)}, by a space of shape {shape}")
+        return obs
+
+
 @contextlib.contextmanager
 def light_start():
     """Worker processes started in this context ignore signals, have one thread, and do not import this file.
@@ -1106,7 +1137,7 @@ def light_start():
     resource_tracker.ensure_running()  # which unblocks signals when it starts
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)  # workers inherit this, and `make_env` ignores them
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)  # workers inherit this, and `become_worker` ignores them
     try:
         yield
     finally:
@@ -1131,16 +1162,18 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, give_up)  # a constructor may hang
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
-        vector = gym.vector.AsyncVectorEnv(env_fns, context="forkserver")
+        vector = gym.vector.AsyncVectorEnv(
+            [partial(WorkerEnv, env_fn, os.getpid()) for env_fn in env_fns], context="forkserver"
+        )
     atexit.register(lambda: [process.kill() for process in vector.processes])  # else a failed run may wait for them
     return vector
 
 
-def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
-    """Raise a ValueError at NaN or infinity; in terminal observations, whose value is not used, set them to 0."""
+def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray, instead: np.ndarray | float = 0) -> None:
+    """Raise a ValueError at NaN or infinity; terminal observations, whose value is not used, get `instead` there."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
-        obs[terminated] = np.where(np.abs(obs[terminated]) < 3e38, obs[terminated], 0)
+        obs[terminated] = np.where(np.abs(obs) < 3e38, obs, instead)[terminated]
         if not (np.abs(obs).max() < 3e38 and np.abs(reward).max() < 3e38):
             raise ValueError("an observation or a reward is NaN or infinite")
 
@@ -1218,6 +1251,7 @@ class Envs:
             check_finite(obs, np.zeros(1), np.zeros(len(obs), dtype=bool))
         except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
             self.stop(self.explain(error))
+        self.last_obs = obs
         return obs
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -1225,11 +1259,12 @@ class Envs:
         try:
             obs, reward, terminated, truncated, infos = self.vector.step(action.reshape(self.action_shape))
             obs = self.flatten(obs)
-            check_finite(obs, reward, terminated)
+            check_finite(obs, reward, terminated, self.last_obs)  # which statistics may count once more, unlike a 0
             if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
                 self.note_ends(infos, terminated | truncated)
         except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
             self.stop(self.explain(error))
+        self.last_obs = obs
         return obs, reward, terminated, truncated
 
     def explain(self, error: Exception) -> str:
@@ -1284,6 +1319,7 @@ class FirstReady:
     def __init__(self, envs: Envs):
         self.envs, self.pipes, self.waits, self.busy = envs, envs.vector.parent_pipes, False, select.poll()
         self.env_of = {pipe.fileno(): env for env, pipe in enumerate(self.pipes)}
+        self.last_obs = np.zeros_like(envs.vector.observations)
         for pipe in self.pipes:
             self.busy.register(pipe, select.POLLIN)
 
@@ -1304,9 +1340,10 @@ class FirstReady:
             _, reward, terminated, truncated, infos = zip(*rows, strict=True)
             obs = self.envs.vector.observations[ready]
             reward, terminated, truncated = np.array(reward, float), np.array(terminated), np.array(truncated)
-            check_finite(obs, reward, terminated)
+            check_finite(obs, reward, terminated, self.last_obs[ready])
         except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
             self.envs.stop(self.envs.explain(error))
+        self.last_obs[ready] = obs
         self.envs.note_ends(list(infos), terminated | truncated)
         before = self.count[ready]
         self.count[ready] += 1
@@ -1993,7 +2030,10 @@ class OtherLearners:
             return
         if kinds := [type(part).__name__ for part in parts if not isinstance(part, nn.Module)]:
             fail(f"--num-learners is for optimizers that are modules, as `Adam` here; {kinds[0]} is none")
-        self.check(timeout=self.args.fragment_timeout)
+        deadline = time.monotonic() + self.args.fragment_timeout
+        while self.results and time.monotonic() < deadline:
+            self.runners.run.stop_if_asked()
+            self.check(timeout=0.5)
         if self.results:
             self.runners.stop(f"not started in {self.args.fragment_timeout:g} s: {len(self.results)} of the learners")
         host = self.runners.ray.util.get_node_ip_address()

@@ -107,6 +107,7 @@ METRICS = (  # in the order in which `update_both` stacks them: the critics', th
 )  # fmt: skip
 # Smallest and largest value of a setting; for settings not listed, integers are at least 1, floats at least 0
 LIMITS = {"seed": (0, 2**63 - 1), "learning_starts": (0, math.inf), "gamma": (0, 1), "tau": (0, 1)}
+# What --override may change when a run is resumed
 CHANGEABLE = (
     "learning_rate", "gamma", "tau", "batch_size", "policy_frequency", "gradient_steps", "exploration_noise",
     "policy_noise", "noise_clip",
@@ -332,13 +333,16 @@ class ReplayBuffer(nn.Module):
         return super().state_dict() | others | {"rows": torch.from_numpy(rows.cpu().numpy())}
 
     def load_state_dict(self, state: dict) -> None:
+        if unknown := state.keys() - super().state_dict().keys() - self.additions().keys() - {"rows"}:
+            fail(f"the saved replay buffer has {', '.join(sorted(unknown))}: set it to a number or array in `__init__`")
         super().load_state_dict({name: state[name] for name in super().state_dict()})
         self.rows[: len(state["rows"])] = state["rows"]
         for name, x in self.additions().items():
             if isinstance(x, Tensor | np.ndarray):  # in place, as others may share their memory
                 x[...] = state[name] if isinstance(x, Tensor) else state[name].numpy()
-            else:
-                vars(self)[name] = type(x)(state[name].item()) if isinstance(x, np.generic) else state[name]
+            else:  # NumPy's numbers are saved as tensors
+                value = state[name].item() if isinstance(state[name], Tensor) else state[name]
+                vars(self)[name] = type(x)(value) if isinstance(x, np.generic) else value
         self.next_row.copy_(self.num_written % len(self.rows))
 
     def additions(self) -> dict:
@@ -531,6 +535,14 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
+def become_worker() -> None:
+    """In a worker process: end soon after the parent, and leave signals to it."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # for programs that it starts
+
+
 def show_warning(text: str) -> None:
     """Print a warning of MuJoCo, unless it is about old attributes of models, which nobody can act on."""
     if "deprecated" not in text:
@@ -543,12 +555,7 @@ def wrap(env: gym.Env) -> gym.Env:
 
 
 def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.Env:
-    """An environment of Gymnasium (not of EnvPool), flat observations (O,). A worker leaves signals to its parent."""
-    if multiprocessing.parent_process() is not None:
-        threading.Thread(target=end_with_parent, daemon=True).start()
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # for programs that it starts
+    """An environment of Gymnasium (not of EnvPool), flat observations (O,)."""
     warnings.filterwarnings("ignore", ".*out of date")  # about old ids, which published results use
     if "mujoco" in str(env):
         importlib.import_module("mujoco").set_mju_user_warning(show_warning)
@@ -612,6 +619,32 @@ class SyncEnvs:
             env.close()
 
 
+class WorkerEnv(gym.Wrapper):
+    """An environment in a worker process, whose results are made to fit before they go into the arrays of all.
+
+    Else a single number would fill a whole observation, and the first integer of an `info` would cut off the decimals
+    of others. The parent makes one, too, to learn the spaces.
+    """
+
+    def __init__(self, env_fn, parent: int):
+        if os.getpid() != parent:
+            become_worker()
+        super().__init__(env_fn())
+
+    def reset(self, **settings):
+        obs, info = self.env.reset(**settings)
+        return self.checked(obs), info | numbers_in(info)
+
+    def step(self, action):
+        obs, *others, info = self.env.step(action)
+        return self.checked(obs), *others, info | numbers_in(info)
+
+    def checked(self, obs):
+        if np.shape(obs) != (shape := self.observation_space.shape):
+            raise ValueError(f"an observation of shape {np.shape(obs)}, by a space of shape {shape}")
+        return obs
+
+
 @contextlib.contextmanager
 def light_start():
     """Worker processes started in this context ignore signals, have one thread, and do not import this file.
@@ -623,7 +656,7 @@ def light_start():
     resource_tracker.ensure_running()  # which unblocks signals when it starts
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)  # workers inherit this, and `make_env` ignores them
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)  # workers inherit this, and `become_worker` ignores them
     try:
         yield
     finally:
@@ -648,16 +681,18 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, give_up)  # a constructor may hang
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
-        vector = gym.vector.AsyncVectorEnv(env_fns, context="forkserver")
+        vector = gym.vector.AsyncVectorEnv(
+            [partial(WorkerEnv, env_fn, os.getpid()) for env_fn in env_fns], context="forkserver"
+        )
     atexit.register(lambda: [process.kill() for process in vector.processes])  # else a failed run may wait for them
     return vector
 
 
-def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray) -> None:
-    """Raise a ValueError at NaN or infinity; in terminal observations, whose value is not used, set them to 0."""
+def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray, instead: np.ndarray | float = 0) -> None:
+    """Raise a ValueError at NaN or infinity; terminal observations, whose value is not used, get `instead` there."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
-        obs[terminated] = np.where(np.abs(obs[terminated]) < 3e38, obs[terminated], 0)
+        obs[terminated] = np.where(np.abs(obs) < 3e38, obs, instead)[terminated]
         if not (np.abs(obs).max() < 3e38 and np.abs(reward).max() < 3e38):
             raise ValueError("an observation or a reward is NaN or infinite")
 
@@ -740,6 +775,7 @@ class Envs:
             check_finite(obs, np.zeros(1), np.zeros(len(obs), dtype=bool))
         except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
             self.stop(self.explain(error))
+        self.last_obs = obs
         return obs
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -747,11 +783,12 @@ class Envs:
         try:
             obs, reward, terminated, truncated, infos = self.vector.step(action.reshape(self.action_shape))
             obs = self.flatten(obs)
-            check_finite(obs, reward, terminated)
+            check_finite(obs, reward, terminated, self.last_obs)  # which statistics may count once more, unlike a 0
             if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
                 self.note_ends(infos, terminated | truncated)
         except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
             self.stop(self.explain(error))
+        self.last_obs = obs
         return obs, reward, terminated, truncated
 
     def explain(self, error: Exception) -> str:

@@ -3,6 +3,8 @@
 Runners, the cluster and their faults are the text that test_impala.py is about; here is what is new.
 """
 
+import os
+import signal
 import time
 from collections import defaultdict
 from copy import deepcopy
@@ -747,6 +749,42 @@ def test_a_shard_that_has_not_started_keeps_nobody_waiting(two_shards):
     late.extend(replay.starting.values())
     replay.add(fragment(0))
     assert len(waited) == 1 and sum(replay.num_given.values()) == 1
+
+
+def test_a_lost_answer_is_not_a_lost_fragment(two_shards):
+    """When the machine of a shard dies, its answers go first. What it held is counted when it is found dead."""
+    lost = []
+
+    def get(x, timeout=None):
+        if x in lost:
+            raise KeyError  # ObjectLostError, here
+        return RAY_HERE.get(x, timeout)
+
+    replay = two_shards(get=get, kill=lambda _: None)
+    for i in range(4):
+        replay.add(fragment(i))
+    assert replay.sample(1) is not None
+    lost.extend(reference for index, reference in replay.asked if index == 0)
+    assert lost and all(replay.sample(1) is not None for _ in range(4))
+    assert replay.num_lost == 0 and replay.num_given == {0: 2, 1: 2}
+    replay.bury(0, RuntimeError("its machine died"))
+    assert replay.num_lost == 2 * replay.fragment_size
+
+
+def test_a_signal_while_shards_start_ends_in_one_line(capsys):
+    """As it does while runners start."""
+
+    def get(_started, timeout):  # noqa: ARG001
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+
+    args = arguments(num_runners=1, replay_shards=2)
+    runners = mock.Mock(spaces=(gym.spaces.Box(-np.inf, np.inf, (2,), np.float32), None), actors={})
+    runners.run.step, runners.ray = 0, SimpleNamespace(**vars(RAY_HERE) | {"get": get})
+    # An actor's own process ignores the signal
+    with mock.patch.object(SCRIPT.RemoteReplay, "open", lambda *_: ""), pytest.raises(SystemExit) as end:
+        SCRIPT.ReplayShards(args, runners, torch.device("cpu"))
+    assert end.value.code == 128 + signal.SIGINT and capsys.readouterr().err == "stopped before the run began\n"
 
 
 def test_what_a_new_shard_refuses_is_said(two_shards):

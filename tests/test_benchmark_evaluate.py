@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import helpers
 import numpy as np
@@ -30,6 +31,29 @@ def run_dir(tmp_path_factory):
     module = load_script(SCRIPTS / "ppo.py")
     module.train(tyro.cli(module.Args, args=[*toy_flags("ppo"), f"--run-dir={folder}"]))
     return folder
+
+
+def test_an_episode_whose_worker_died_does_not_count(monkeypatch):
+    """Its return is unknown, and must not be added to that of the episode after it."""
+    rows = [(1.0, False, False), (2.0, False, False), (0.0, False, True), (4.0, False, False), (8.0, True, False)]
+
+    class Fake:
+        def __init__(self):
+            self.rows, self.lost = iter(rows), [False]
+
+        def reset(self):
+            return np.zeros((1, 3))
+
+        def step(self, _action):
+            reward, terminated, self.lost[0] = next(self.rows)
+            return np.zeros((1, 3)), np.array([reward]), np.array([terminated]), np.array([False])
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(evaluate.play, "make_envs", lambda *_: Fake())
+    module = SimpleNamespace(load_policy=lambda _checkpoint, _envs: lambda obs: obs)
+    assert evaluate.play.play(module, SimpleNamespace(seed=1), {}, episodes=1, seed=1) == [12.0]
 
 
 @pytest.fixture

@@ -193,13 +193,16 @@ def test_what_a_gpu_gave_is_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(readme, "NOTED", tmp_path / "stale.json")
     header, _, row, *_ = readme.gpu_section()
     assert machine_of(source) == "16 cores of Some CPU, Some GPU" and "16 cores of Some CPU, Some GPU" in header
-    assert row == "| `ppo`, CartPole-v1 | 100 | 200 | - | 2.0 [1.9, 2.1] | - | 2 of 3 |"
+    assert row == "| `ppo`, CartPole-v1 | 100 | 200 | - | - | 2.0 [1.9, 2.1] | - | 2 of 3 |"
     for own, speed in zip(result["contestants"].values(), (100.0, 200.0, 50.0), strict=True):
         own |= {"steps_per_second": speed, "rounds": [{"speeds": [speed]}] * 2}
     (tmp_path / "gpu" / "speed.json").write_text(json.dumps([result | {"provenance": source}]))
     (tmp_path / "stale.json").write_text(json.dumps({"gpu/speed.json": ["ppo.py has changed"]}))
     row = readme.gpu_section()[2]
-    assert row.startswith("| `ppo`, CartPole-v1 † |") and "| 50 | 2.0 [1.9, 2.1] | 4.0 [4.0, 4.0] | 2 of 3 |" in row
+    assert row.startswith("| `ppo`, CartPole-v1 † |") and "| 50 | - | 2.0 [1.9, 2.1] | 4.0 [4.0, 4.0] | 2 of 3 |" in row
+    different = {"results": {"ppo": {"compile+cudagraphs": {"equal": False}}}}
+    (tmp_path / "gpu" / "parity.json").write_text(json.dumps(different))
+    assert readme.gpu_section()[2] == "| `ppo`, CartPole-v1 † | 100 | - | 50 | - | - | - | 0 of 1 |"
 
 
 def test_seeds_of_two_reports_are_pooled(monkeypatch):

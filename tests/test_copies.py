@@ -837,6 +837,22 @@ OPEN = {True: "    run.open(envs, agent=agent, optimizer=optimizer)\n"}
 OPEN[False] = "    run.open(envs, network=network, target_network=target_network, optimizer=optimizer, **buffers)\n"
 
 
+def test_a_policy_acts_without_the_checkout_as_the_page_says(train_copy, copy, tmp_path):
+    """docs/use.md: by the class, the weights, and the statistics of observations."""
+    module = copy("ppo_continuous_action")
+    train_copy(module, "ppo_continuous_action")
+    page = (ROOT / "docs/use.md").read_text().partition("Without the checkout")[2]
+    code = page.partition("```python\n")[2].partition("```")[0].replace("RUN_DIR", str(tmp_path / "copy_run0"))
+    envs = module.Envs(module.Args(env_id="tiny_envs:Stream-v0"), [1])
+    obs = 3 * np.random.default_rng(1).normal(size=(50, envs.obs_dim))
+    names = {"ActorCritic": module.ActorCritic, "torch": torch, "obs": obs, "obs_dim": envs.obs_dim}
+    names |= {"action_dim": 2, "low": envs.action_space.low, "high": envs.action_space.high}
+    exec(code, names)
+    policy = module.load_policy(names["checkpoint"], envs)
+    np.testing.assert_allclose(names["action"], policy(obs), rtol=1e-5, atol=1e-6)
+    assert np.ptp(names["action"]) > 0.01
+
+
 @pytest.mark.parametrize("name", ["ppo", "dqn"])
 def test_the_best_policy_is_kept_as_the_page_says(copy, train_copy, tmp_path, name):
     """docs/use.md: the one with the highest mean of the last 100 returns."""
@@ -898,6 +914,35 @@ def test_a_std_that_depends_on_the_observation_is_refused(copy, train_copy, caps
     with pytest.raises(SystemExit) as end:
         train_copy(copy("ppo_continuous_action", change), "ppo_continuous_action")
     assert end.value.code == 2 and "the policy that acts differs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [1.0, 255.0, 1e4])
+def test_a_tenth_more_of_each_logit_is_seen_whatever_the_size_of_observations(size, capsys):
+    """But rounding is not, by NumPy and PyTorch."""
+    script, generator = load("ppo"), np.random.default_rng(1)
+    torch.manual_seed(1)
+    agent, obs = script.ActorCritic(8, 4), (size * generator.normal(size=(64, 8))).astype(np.float32)
+    with torch.no_grad():
+        agent.actor[-1].weight.mul_(100)
+        learnt = agent.actor(torch.from_numpy(obs))
+    acted = script.numpy_mlp(agent.actor)(obs)
+    script.check_same(acted, learnt, obs)
+    with pytest.raises(SystemExit):
+        script.check_same(1.1 * acted, learnt, obs)
+    assert "the policy that acts differs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("twin", ["", "_torchcompile"])
+def test_noise_that_falls_to_zero_works_as_the_page_says(copy, train_copy, twin):
+    """docs/td3.md: three lines, and no change is refused."""
+    page = (ROOT / "docs/td3.md").read_text().partition("For exploration noise\nthat falls to zero:")[2]
+    first, act, fill = page.partition("```python\n")[2].partition("\n```")[0].split("\n    ...\n")
+    name, log = f"td3_continuous_action{twin}", "        # Log\n"
+    old = "        return actor.noisy(inputs[:, :-action_dim], args.exploration_noise, noise=inputs[:, -action_dim:])"
+    before = "    @torch.no_grad()\n    def act("
+    module = copy(name, (before, f"{first}\n{before}"), (old, act), (log, f"{fill}\n{log}"))
+    lines = train_copy(module, name.removesuffix(twin))
+    assert lines[-1]["global_step"] == 400
 
 
 @pytest.mark.parametrize("twin", ["", "_torchcompile"])

@@ -1,9 +1,11 @@
 """Whatever steps the environments, the loop sees the same: late autoreset, flat observations, all bounds, own seeds."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -311,13 +313,13 @@ def test_the_advantage_of_a_reset_has_no_weight(train, small_run, monkeypatch, n
     assert train(name).metrics() == plain.metrics()
 
 
-@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize(("size", "sync_envs"), [(1, True), (2, True), (5, True), (1, False)])
 @pytest.mark.parametrize("num_envs", [1, 3])
-def test_an_observation_of_another_shape_ends_the_run_with_a_checkpoint(train, tmp_path, num_envs, size):
+def test_an_observation_of_another_shape_ends_the_run_with_a_checkpoint(train, tmp_path, num_envs, size, sync_envs):
     """One number would fill all places of a row, and more of them would end in a traceback."""
-    settings = {"env_id": "tiny_envs:Odd-v0", "env_kwargs": f'{{"what": "shape", "size": {size}}}', "sync_envs": True}
+    settings = {"env_id": "tiny_envs:Odd-v0", "env_kwargs": f'{{"what": "shape", "size": {size}}}'}
     with pytest.raises(SystemExit) as end:
-        train("dqn", num_envs=num_envs, **settings)
+        train("dqn", num_envs=num_envs, sync_envs=sync_envs, **settings)
     assert "error: ValueError: " in end.value.code and "--resume" in end.value.code
     (checkpoint,) = tmp_path.rglob("checkpoint.pt")
     assert 0 < torch.load(checkpoint, weights_only=True)["global_step"] < 100
@@ -326,6 +328,29 @@ def test_an_observation_of_another_shape_ends_the_run_with_a_checkpoint(train, t
 def test_names_in_info_may_be_anything(train):
     run = train("ppo", env_id="tiny_envs:Odd-v0", env_kwargs='{"what": "info"}')
     assert {name for name in run.lines[-1] if name.startswith("info/")} == {"info/own"}
+
+
+def test_decimals_in_info_are_kept_beside_integers(train):
+    """In worker processes, whose numbers Gymnasium puts into one array, of the type of the first."""
+    run = train("ppo", env_id="tiny_envs:Odd-v0", env_kwargs='{"what": "types"}', num_envs=3, num_minibatches=1)
+    assert run.lines[-1]["info/part"] == pytest.approx((1 + 0.75 + 0.75) / 3)
+
+
+def has_own_signals(queue) -> None:
+    script = load("ppo")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    script.make_env("CartPole-v1", {}).close()
+    queue.put(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and threading.active_count() == 1)
+
+
+def test_a_child_process_that_trains_is_no_worker():
+    """It is ended by signals, and not with its parent."""
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=has_own_signals, args=(queue,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0 and queue.get()
 
 
 HANGS = """

@@ -488,6 +488,60 @@ def test_cluster_files_are_what_ray_and_bash_take():
     subprocess.run(["bash", "-n", ROOT / "cluster" / "ray.slurm"], check=True)
 
 
+STUBS = {  # of Slurm, Ray and a script, on one machine
+    "bin/scontrol": "echo here",
+    "bin/srun": """
+        while [[ $1 = -* ]]; do [ "$1" = --overlap ] || shift; shift; done
+        "$@" & task=$!
+        trap 'kill -KILL $task; exit 1' TERM  # as Slurm's does
+        wait $task""",
+    ".venv/bin/ray": """
+        if [ "$1" = status ]; then echo " 1 node_a"; exit; fi
+        echo "$SRUN_CPUS_PER_TASK $*" >head
+        exec sleep 60""",
+    ".venv/bin/python": """
+        trap 'echo saved >checkpoint; exit 143' TERM
+        echo "$*" >began
+        while true; do sleep 0.1; done""",
+}
+
+
+def test_a_run_on_slurm_saves_when_its_time_is_up(tmp_path):
+    """By stubs: Slurm sends SIGTERM to the shell of the job alone."""
+    for name, text in STUBS.items():
+        (path := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "here", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "8", "HOME": str(tmp_path)}
+    environment = os.environ | job | {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    command = ["bash", ROOT / "cluster" / "ray.slurm", "X.py", "--num-runners", "4"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and not (tmp_path / "began").exists():
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait(30) == 143
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+    assert (tmp_path / "checkpoint").read_text() == "saved\n"
+    assert (tmp_path / "began").read_text().startswith("X.py --num-runners 4 --ray-address ")
+    assert (tmp_path / "head").read_text().startswith("8 start --head ") and "--num-cpus=6" in (
+        tmp_path / "head"
+    ).read_text()
+
+
+def test_a_signal_does_not_wait_for_learners_that_do_not_start():
+    """On a cluster that is full."""
+    learners = object.__new__(SCRIPT.OtherLearners)
+    learners.args, learners.actors, learners.results = SimpleNamespace(fragment_timeout=60), [None], [None]
+    learners.runners, learners.check = mock.Mock(), mock.Mock()
+    learners.runners.run.stop_if_asked.side_effect = [None, None, SystemExit(130)]
+    with pytest.raises(SystemExit):
+        learners.join(torch.device("cpu"), torch.nn.Linear(1, 1))
+    assert learners.check.call_count == 2 and not learners.runners.stop.called
+
+
 # Faults
 
 

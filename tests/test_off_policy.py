@@ -89,6 +89,18 @@ def test_buffer_goes_on_where_its_checkpoint_ended():
     assert torch.equal(buffer.rows, copy.rows) and buffer.num_written == copy.num_written
 
 
+def test_what_a_copy_added_to_a_buffer_comes_back_or_is_refused(capsys):
+    """A number of NumPy's, which a checkpoint holds as a tensor, in place of a float; and what a new buffer lacks."""
+    buffer, copy = new_buffer(5), new_buffer(5)
+    buffer.most, copy.most = np.float64(2.5), 1.0
+    copy.load_state_dict(buffer.state_dict())
+    assert type(copy.most) is float and copy.most == 2.5
+    buffer.late = 3.0
+    with pytest.raises(SystemExit) as end:
+        copy.load_state_dict(buffer.state_dict())
+    assert end.value.code == 2 and "the saved replay buffer has late: " in capsys.readouterr().err
+
+
 def test_a_buffer_too_large_for_the_memory_is_refused(capsys):
     with pytest.raises(SystemExit) as stop:
         new_buffer(10**14)

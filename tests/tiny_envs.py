@@ -157,7 +157,10 @@ class Shaped(Tiny):
 
 
 class Odd(Tiny):
-    """From its third episode on, observations are of another shape than their space, or `info` has odd keys."""
+    """From its third episode on, observations are of another shape than their space; or `info` has odd keys or types.
+
+    Of several worker processes, the first has an integer where others have decimals.
+    """
 
     def __init__(self, what: str, size: int = 0):
         super().__init__(CHOICE)
@@ -173,7 +176,9 @@ class Odd(Tiny):
 
     def step(self, action):
         *row, info = super().step(action)
-        return *row, info | ({0: 1.0, "big": 10**400, "own": 2} if self.what == "info" else {})
+        is_first = multiprocessing.current_process().name.endswith("-0")
+        more = {"info": {0: 1.0, "big": 10**400, "own": 2}, "types": {"part": 1 if is_first else 0.75}}
+        return *row, info | more.get(self.what, {})
 
 
 class Fragile(Tiny):

@@ -98,6 +98,8 @@ def play(
             frames.append(newest_frame(obs))
         obs, reward, terminated, truncated = envs.step(policy(obs))
         episode_return += float(reward[0])  # the row in which an environment resets itself has reward 0
+        if getattr(envs, "lost", [False])[0]:  # its worker died, and another began a new episode
+            episode_return = 0.0
         if terminated[0] or truncated[0]:
             returns.append(episode_return)
             episode_return = 0.0

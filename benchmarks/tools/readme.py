@@ -79,9 +79,8 @@ def sources(results: list[dict], are_marked: bool = False) -> list[str]:
         days, commits = " to ".join(dict.fromkeys((days[0], days[-1]))), ", ".join(dict.fromkeys(commits))
         lines.append(f"- Measured on {machine}, {days}, at {commits}; {versions}.")
     old = [f"`{result['file']}`" for result in results if mark(result.get("file", "")) and not are_marked]
-    return lines + [f"- By older code than today's: {', '.join(old)}; [why](benchmarks/results/stale.json)."] * bool(
-        old
-    )
+    text = f"- By older code than today's: {', '.join(dict.fromkeys(old))}; [why](benchmarks/results/stale.json)."
+    return lines + [text] * bool(old)
 
 
 def paragraph(text: str) -> list[str]:
@@ -310,32 +309,39 @@ def backend_section() -> list[str]:
 
 
 def gpu_section() -> list[str]:
-    """The table of what was measured on a GPU: speeds, and whether the compiled files compute the same."""
+    """The table of what was measured on a GPU: speeds, of variants that compute what eager does, and how many do."""
     lines, found = [], [result for results in load("gpu/speed.json") for result in results]
     same = next(iter(load("gpu/parity.json")), {}).get("results", {})
     fastest = "compile+cudagraphs"
     names = list(dict.fromkeys(name for result in found for name in result["contestants"]))
-    rows = []
+    rows, windows = [], []
     for result in found:
-        known = {name: x["steps_per_second"] for name, x in result["contestants"].items() if "steps_per_second" in x}
-        gains = {x["of"]: estimate(x["ratio"], x["interval"], ".1f") for x in result["ratios"]}
+        others = {name for name, x in same.get(result["script"], {}).items() if not x["equal"]}
+        own = {name: x for name, x in result["contestants"].items() if "steps_per_second" in x and name not in others}
+        known = {name: x["steps_per_second"] for name, x in own.items()}
+        gains = {x["of"]: estimate(x["ratio"], x["interval"], ".1f") for x in result["ratios"] if x["of"] in own}
         if {"leanrl", fastest} <= known.keys():
             beside = throughput.ratio(result["contestants"], fastest, "leanrl")
             gains["beside LeanRL"] = estimate(beside["ratio"], beside["interval"], ".1f")
+        windows += [sum(len(turn["speeds"]) for turn in x["rounds"]) for x in own.values() if "rounds" in x]
+        published = getattr(throughput.TABLE.get(result["script"]), "leanrl", None) or {}
         equal = [x["equal"] for x in same.get(result["script"], {}).values()]
         rows.append([row_name(result) + mark("gpu/speed.json")])
         rows[-1] += [f"{known[name]:,.0f}" if name in known else "-" for name in names]
+        rows[-1] += [f"{published[fastest]:,}" if fastest in published else "-"]
         rows[-1] += [gains.get(name, "-") for name in (fastest, "beside LeanRL")]
         rows[-1] += [f"{sum(equal)} of {len(equal)}" if equal else "-"]
     if found:
         header = [f"steady environment steps/s, {machine_of(found[0]['provenance'])}", *map(plots.label, names)]
+        header += ["LeanRL on an H100, as it published"]
         header += [f"{fastest} / {other} [95 %]" for other in ("eager", "LeanRL")]
         lines = [*table([*header, "variants that compute what eager does"], rows), ""]
         lines += legend(lines)
         lines += paragraph(f"""Each pair by its default flags; in SAC, TD3 and DQN learning starts after 1,000 steps,
-            and DQN explores as at its end. A few turns of 1.5 seconds each. {FEW_ROUNDS} The last column counts the
-            combinations of `--compile` and `--cudagraphs` that, after some fifty updates, differ by less than ten
-            times what rounding does, or 0.001.""")
+            and DQN explores as at its end. Each speed is of {min(windows, default=0)} to {max(windows, default=0)}
+            windows of 1.5 seconds, in at most two turns. {FEW_ROUNDS} The last column counts the combinations of
+            `--compile` and `--cudagraphs` that, after some fifty updates, differ from eager by less than ten times
+            what rounding does, or 0.001; one that differs by more has no speed here.""")
         lines += [*sources(found), ""]
     return lines
 
