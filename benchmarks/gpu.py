@@ -204,6 +204,12 @@ def read_tests(output: str) -> dict[str, str]:
     return dict(alone) | {name: outcome for outcome, name in beside}
 
 
+def tests_left(output: str, num_ended: int) -> int:
+    """How many of the tests that `pytest -v` collected have no outcome yet, by its output."""
+    numbers = re.findall(r"^collected (\d+) items|\[(\d+) items\]", output, re.MULTILINE)
+    return max((int(x or y) - num_ended for x, y in numbers), default=0)
+
+
 def run_tests(task: Task) -> None:
     """The tests that need CUDA, those of graphs among them, and beside them, as nothing is timed, `compare_pairs`."""
     program = [sys.executable, "-m", "pytest", "-v", "--color=no", "-p", "no:cacheprovider", "--tb=line"]
@@ -228,6 +234,8 @@ def report_tests(child: processes.Child, report: Report) -> str:
     found = read_tests(child.output.read_text(errors="replace"))
     outcomes = list(found.values())
     counts = ", ".join(f"{outcomes.count(x)} {x.lower()}" for x in dict.fromkeys(outcomes)) or "none has ended"
+    if left := tests_left(child.output.read_text(errors="replace"), len(found)):
+        counts, found = f"{counts}, {left} not run", found | {f"{left} more": "NOT RUN"}
     bad = [f"- {name}: {outcome}" for name, outcome in found.items() if outcome in ("FAILED", "ERROR")]
     report.write("tests", counts, ["## Tests", "", counts, "", *bad, ""], found)
     return counts

@@ -104,7 +104,7 @@ class Args:
     bf16: bool = False  # compute hidden layers in bfloat16; weights, last layers and loss stay in float32
 
     # compile: two switches, to measure what each of the two steps gains
-    compile: bool = True  # fuse the operations of a minibatch's update, and of the policy's step, into a few kernels
+    compile: bool = True  # fuse the operations of an update and, on a CPU, of the policy's step into a few kernels
     cudagraphs: bool = True  # on CUDA, replay a step of the policy, the estimate, and an epoch, each as one graph
 
 

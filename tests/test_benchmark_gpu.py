@@ -298,6 +298,12 @@ def test_outcomes_of_tests_are_read_from_half_an_output():
     assert gpu.read_tests("\n".join([*lines, "tests/test_a.py::test_z ", "[gw1] [ 4%] PAS"])) == expected
 
 
+@pytest.mark.parametrize("line", ["collected 84 items", "created: 4/4 workers", "4 workers [84 items]"])
+def test_tests_without_an_outcome_are_counted(line):
+    """By what `pytest -v` says before it begins, alone or in several processes."""
+    assert gpu.tests_left(f"platform linux\n{line}\n", 80) == (4 if "84" in line else 0)
+
+
 # As LeanRL's scripts are: they step a vector environment, and report to Weights & Biases once they have compiled
 LEANRL = """
 import sys
@@ -375,8 +381,11 @@ def test_parity_sees_a_difference():
         assert not found["equal"] and found["worst_metric"] == next(iter(other))
     assert not parity.deviations((lines, weights + torch.tensor([0.0, 0.0, 0.0, 0.1])), reference)["equal"]
     apart = ([lines[0] | {"losses/a": 1.01}], weights)
-    assert parity.deviations(apart, reference, 2e-3)["equal"]
-    assert not parity.deviations(apart, reference, 5e-4)["equal"]
+    assert parity.deviations(apart, reference, {"losses/a": 2e-3})["equal"]
+    assert not parity.deviations(apart, reference, {"losses/a": 5e-4, "losses/b": 1.0, "weights": 1.0})["equal"]
+    heavier = (lines, weights + torch.tensor([0.0, 0.0, 0.0, 0.1]))
+    assert parity.deviations(heavier, reference, {"weights": 0.01})["equal"]
+    assert not parity.deviations(heavier, reference, {"losses/a": 1.0})["equal"]
     for broken in ([], lines * 2, [{"global_step": 10}]):
         assert not parity.deviations((broken, weights), reference)["equal"]
 
@@ -397,7 +406,7 @@ def test_the_tolerance_of_parity_is_that_which_is_told():
 
     def equal(a: float, noise: float = 0.0, **more) -> bool:
         apart = [*lines[:4], lines[4] | {"losses/a": a} | more, *lines[5:]]
-        return parity.deviations((apart, weights), (lines, weights), noise)["equal"]
+        return parity.deviations((apart, weights), (lines, weights), {"losses/a": noise})["equal"]
 
     assert equal(1.0009) and not equal(1.0011)
     assert equal(1.0009, 1e-5) and not equal(1.0011, 5e-5) and equal(1.0019, 2e-4) and not equal(1.0025, 2e-4)

@@ -248,6 +248,13 @@ def test_a_result_is_of_the_files_that_it_measured(path, result, files):
     assert (found.commit, found.is_clean, found.changed_until) == ("abc", False, "def")
 
 
+def test_outcomes_of_tests_on_a_gpu_are_of_all_scripts():
+    source = {"commit": "abc", "command": "./run.sh gpu correctness", "uncommitted_changes": False}
+    result = {"results": {"tests/test_a.py::test_x": "PASSED"}, "provenance": source}
+    (found,) = stale.sources_of(stale.RESULTS / "gpu" / "tests.json", result)
+    assert len(found.files) == 2 * len(stale.pairs())
+
+
 def test_each_of_several_results_in_a_file_may_be_stale(tmp_path, monkeypatch):
     source = {"commit": "0" * 40, "command": "./run.sh gpu", "uncommitted_changes": False}
     (tmp_path / "gpu").mkdir()

@@ -86,6 +86,21 @@ def test_failed_runs_are_shown_and_run_again(tmp_path, capsys):
     assert [state for _, state in states(tmp_path)][-2:] == ["started", "failed"]
 
 
+def test_a_failed_run_does_not_count_though_it_came_near_its_end(tmp_path, monkeypatch):
+    """As one that crashes, or is overdue, at 99.2 % of its steps."""
+
+    def run_all(jobs, _place, options, journal) -> None:
+        for seed, (job, state) in enumerate(zip(jobs, ("finished", "failed"), strict=True), 1):
+            make_run(options.out / "runs" / job.name, [make_line(1984, 1.0)], seed=seed, total=2000)
+            journal.note(job.name, state)
+
+    monkeypatch.setattr(sweep, "run_all", run_all)
+    settings = {"scripts": ("ppo",), "seeds": (1, 2), "total_timesteps": 2000, "variants": ("eager",), "out": tmp_path}
+    assert sweep.main(sweep.Options(**settings)) == 1
+    (row,) = json.loads((tmp_path / "report" / "report.json").read_text())["rows"]
+    assert row["seeds"] == [1] and [x["why"] for x in row["left_out"]] == ["it failed"]
+
+
 def test_time_limit_and_ctrl_c(tmp_path, capsys):
     flags = [*PPO, "--seeds", "1", "--total-timesteps", "10000000", SMALL]
     done = benchmark_here(capsys, "sweep", *flags, "--timeout", 1, "--out", tmp_path / "limit")

@@ -303,7 +303,20 @@ def test_host_waits_once_a_step_for_the_action(train_with_graphs, monkeypatch, n
 
 
 @needs_cuda
-def test_actions_come_by_pinned_memory():
+def test_compiled_graphs_on_cuda_draw_new_batches_at_each_replay():
+    """By Inductor's own random numbers, which other tests replace by PyTorch's: all rows alike, and no two calls."""
+    script, device = load("dqn_torchcompile"), torch.device("cuda")
+    buffer = script.ReplayBuffer(10, 1, 1, device)
+    buffer.add(torch.arange(8.0)[:, None].repeat(1, 5))
+    (draw,) = script.compiled(device, lambda: buffer.sample(4000)[0].flatten().clone())
+    draw = script.CudaGraphModule(draw, warmup=3)
+    drawn = torch.stack([draw() for _ in range(9)])[3:]  # replays
+    assert ((drawn.flatten().long().bincount(minlength=8) / drawn.numel() - 0.125).abs() < 0.01).all()
+    assert (drawn.corrcoef() - torch.eye(6, device=device)).abs().max() < 0.08
+
+
+@needs_cuda
+def test_actions_come_by_pinned_memory_on_cuda():
     courier = defining("Courier").Courier(lambda inputs: inputs[:, :3], 1, torch.device("cuda"))
     courier.ask(np.ones((2, 3)))
     assert courier.action.is_pinned() and courier.answer(np.ones((2, 3))).tolist() == [[1.0] * 3] * 2

@@ -99,6 +99,7 @@ def code_state() -> dict:
     `git describe --always --dirty --abbrev=40` has printed them on another machine.
     """
     if told := os.environ.get("FLATOUT_COMMIT"):
+        print(f"note: results will name the commit of FLATOUT_COMMIT, {told}", file=sys.stderr)
         return {"commit": told.removesuffix("-dirty"), "uncommitted_changes": told.endswith("-dirty")}
     commit = git("rev-parse", "HEAD") or None
     return {"commit": commit, "uncommitted_changes": bool(git("status", "--porcelain", "--", *CODE))}

@@ -24,6 +24,7 @@ class Run:
     config: dict
     lines: list[dict]
     problems: list[str] = field(default_factory=list)
+    failed: bool = False
 
     @property
     def args(self) -> dict:
@@ -106,7 +107,7 @@ class Run:
     def is_complete(self) -> bool:
         # A PPO rollout has fewer steps than rows, as a row in which an environment resets is no step. So rollouts are
         # counted, one per log line; over Ray, where lines come by steps, ended episodes count the resets instead
-        if self.budget is None:  # its settings can't be read
+        if self.budget is None or self.failed:  # its settings can't be read, or the sweep says so
             return False
         if "num_steps" in self.args and "log_every" not in self.args:
             return bool(self.lines) and len(self.lines) >= DONE * self.budget / self.rollout

@@ -413,12 +413,16 @@ def markdown(report: dict) -> str:
     return "\n".join([*lines, f"Reported {describe(report['provenance'])}", ""])
 
 
-def write_report(folders: list[Path], out: Path, until: int | None = None) -> dict:
+def write_report(folders: list[Path], out: Path, until: int | None = None, failed: tuple[str, ...] = ()) -> dict:
     """Write the report of all runs in these folders, up to so many steps, into `out`; returns what went into its JSON.
+
+    `failed` are names of runs that don't count, even if they came near their end.
 
     Exit code 2 if there are no runs, nothing can be written, or a report there has more runs of a script.
     """
     found = [run.shortened(until) if until else run for run in runs.find_runs(folders)]
+    for run in [run for run in found if run.dir.name in failed]:
+        run.failed, run.problems = True, [*run.problems, "it failed"]
     if not found:
         fail(f"no runs in {', '.join(map(str, folders))}")
     reference, rows, panels = read_reference(), [], {}

@@ -329,7 +329,8 @@ def main(options: Options) -> int:
         run_all(jobs, place, options, journal)
     failed = [job for job in jobs if journal.states[job.name] == "failed"]
     if len(failed) < len(jobs):
-        result = report.write_report([options.out / "runs"], options.out / "report")
+        names = tuple(job.name for job in failed)
+        result = report.write_report([options.out / "runs"], options.out / "report", failed=names)
         print(report.markdown(result))
         print(f"written to {options.out / 'report'}")
     for job in failed:

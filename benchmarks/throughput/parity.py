@@ -87,18 +87,20 @@ def relative_errors(run: tuple, reference: tuple) -> dict[str, float]:
     return found | {"weights": ((weights - expected_weights).norm() / expected_weights.norm()).item()}
 
 
-def deviations(run: tuple, reference: tuple, noise: float = 0.0) -> dict:
-    """Whether a run equals the reference up to rounding, and its largest deviations.
+def deviations(run: tuple, reference: tuple, noise: dict[str, float] | None = None) -> dict:
+    """Whether a run equals the reference up to rounding, and its largest deviations, measured by what is allowed.
 
-    `noise` is the effect of rounding: the largest error of a run whose gradients were perturbed by a rounding error.
+    `noise` is the effect of rounding: the errors of a run whose gradients were perturbed by a rounding error. A metric
+    may be off by ten times its own, and so may the weights.
     """
     errors = relative_errors(run, reference)
     if not errors:
         return {"equal": False, "failed": "the logs have other lines"}
-    weights, equal = errors.pop("weights"), max(errors.values()) <= (limit := max(TOLERANCE, NOISE * noise))
-    worst = max(errors, key=errors.get)
-    found = {"equal": equal and weights <= limit, "metrics": errors[worst], "worst_metric": worst}
-    return found | {"weights": weights, "limit": limit}
+    limits = {name: max(TOLERANCE, NOISE * (noise or {}).get(name, 0.0)) for name in errors}
+    equal, weights = all(errors[name] <= limits[name] for name in errors), errors.pop("weights")
+    worst = max(errors, key=lambda name: errors[name] / limits[name])
+    found = {"equal": equal, "metrics": errors[worst], "worst_metric": worst, "limit": limits[worst]}
+    return found | {"weights": weights, "limit_of_weights": limits["weights"]}
 
 
 def train_disturbed(script: str, folder: Path, flags: list[str]) -> tuple[list[dict], torch.Tensor]:
@@ -132,7 +134,7 @@ def compare(script: str, result: Path, variants: list[str], flags: list[str]) ->
         try:
             reference = train(script, "eager", Path(folder, "eager"), flags)
             other = train_disturbed(script, Path(folder, "disturbed"), flags)
-            noise = max(relative_errors(other, reference).values())
+            noise = relative_errors(other, reference)
         except (Exception, SystemExit) as error:
             reason = {"equal": False, "failed": f"eager: {turns.describe_error(error)}"}
             write_whole(result, json.dumps(dict.fromkeys(variants, reason)))

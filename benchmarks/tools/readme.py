@@ -319,10 +319,14 @@ def gpu_section() -> list[str]:
         others = {name for name, x in same.get(result["script"], {}).items() if not x["equal"]}
         own = {name: x for name, x in result["contestants"].items() if "steps_per_second" in x and name not in others}
         known = {name: x["steps_per_second"] for name, x in own.items()}
-        gains = {x["of"]: estimate(x["ratio"], x["interval"], ".1f") for x in result["ratios"] if x["of"] in own}
+        turns = {name: len(x.get("rounds", ())) for name, x in own.items()}
+        ratios = {x["of"]: x for x in result["ratios"] if x["of"] in own}
         if {"leanrl", fastest} <= known.keys():
-            beside = throughput.ratio(result["contestants"], fastest, "leanrl")
-            gains["beside LeanRL"] = estimate(beside["ratio"], beside["interval"], ".1f")
+            ratios["beside LeanRL"] = throughput.ratio(result["contestants"], fastest, "leanrl")
+        gains = {  # of a single turn, there is no spread
+            name: estimate(x["ratio"], x["interval"] if min(turns[x["of"]], turns[x["to"]]) > 1 else None, ".1f")
+            for name, x in ratios.items()
+        }
         windows += [sum(len(turn["speeds"]) for turn in x["rounds"]) for x in own.values() if "rounds" in x]
         published = getattr(throughput.TABLE.get(result["script"]), "leanrl", None) or {}
         equal = [x["equal"] for x in same.get(result["script"], {}).values()]
@@ -339,7 +343,8 @@ def gpu_section() -> list[str]:
         lines += legend(lines)
         lines += paragraph(f"""Each pair by its default flags; in SAC, TD3 and DQN learning starts after 1,000 steps,
             and DQN explores as at its end. Each speed is of {min(windows, default=0)} to {max(windows, default=0)}
-            windows of 1.5 seconds, in at most two turns. {FEW_ROUNDS} The last column counts the combinations of
+            windows of 0.3 seconds or more, in one or two turns, between which speeds changed, LeanRL's by up to half:
+            intervals of so few are too narrow by far. The last column counts the combinations of
             `--compile` and `--cudagraphs` that, after some fifty updates, differ from eager by less than ten times
             what rounding does, or 0.001; one that differs by more has no speed here.""")
         lines += [*sources(found), ""]
@@ -441,9 +446,9 @@ def pooled(summaries: list[dict]) -> list[dict]:
     groups = {}
     for summary in summaries:
         for row in summary["rows"]:
-            key = row["script"], row["env_id"], row["variant"]
-            if row["seeds"] and not mark(summary["file"], *key):
-                groups.setdefault((*key, row["steps"]), []).append((summary["file"], row))
+            key, settings = (row["script"], row["env_id"], row["variant"]), json.dumps(row.get("settings"))
+            if row["seeds"] and not row.get("mixed") and not mark(summary["file"], *key):
+                groups.setdefault((*key, row["steps"], settings), []).append((summary["file"], row))
     result = []
     for parts in groups.values():
         files, rows = zip(*parts, strict=True)

@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.acting.rollout_worker import FAMILIES
-from benchmarks.common.programs import CLONES, ROOT, SCRIPTS, SUFFIX, fail
+from benchmarks.common.programs import CLONES, ROOT, SCRIPTS, SUFFIX, fail, pairs
 from benchmarks.common.results import git, write_json
 from benchmarks.tools.readme import NOTED, RESULTS
 
@@ -172,10 +172,11 @@ def sources_of(path: Path, result: dict) -> Iterator[Source]:
     elif script := result.get("script") or result.get("network") or result.get("settings", {}).get("script"):
         files = twins(script)
     elif path.parent.name == "gpu" and path.stem != "rollout":
-        files = [file for pair in result["results"] for file in twins(pair)]
+        names = pairs() if path.stem == "tests" else result["results"]
+        files = [file for name in names for file in twins(name)]
     else:
-        pairs = FAMILIES.values() if path.stem == "rollout" else ["ppo_env_pool"]
-        files = [file for pair in pairs for file in twins(pair)]
+        names = FAMILIES.values() if path.stem == "rollout" else ["ppo_env_pool"]
+        files = [file for name in names for file in twins(name)]
     files, clean = files + makers(path, result), not origin["uncommitted_changes"]
     pair = result["search"]["script"] if "search" in result else script or ""
     yield Source(name, origin["commit"], origin.get("command"), clean, files, pair, origin.get("changed_until"))
