@@ -73,7 +73,7 @@ def test_figures_of_the_readme_are_those_of_the_results():
         (ratio,) = [x["ratio"] for x in read(name)["ratios"] if (x["of"], x["to"]) == (ours, theirs)]
         assert said == f"{ratio:.{len(said.partition('.')[2])}f}", pattern
     speeds = {x["script"]: x["contestants"] for x in read("gpu/speed")}
-    said = re.findall(r"CUDA graphs made ([\d,]+) \(SAC\), ([\d,]+) \(TD3\), ([\d,]+) \(DQN\) steps/s", text)
+    said = re.findall(r"On an H200, older code made ([\d,]+) \(SAC\), ([\d,]+) \(TD3\), ([\d,]+) \(DQN\) steps/s", text)
     names = ("sac_continuous_action", "td3_continuous_action", "dqn")
     assert said == [tuple(f"{speeds[name]['compile+cudagraphs']['steps_per_second']:,.0f}" for name in names)]
     for ours, theirs in ((speeds[name][x] for x in ("compile+cudagraphs", "leanrl")) for name in names):
