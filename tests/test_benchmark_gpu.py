@@ -160,7 +160,7 @@ def contestant(folder: Path, late: float = 0.0, total: int = 10**6, window: floa
     log = folder / "run" / "metrics.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     program = [sys.executable, "-c", LOGS, str(log), str(late), str(total)]
-    return gpu_speed.Contestant(program, folder / "output", log=log, window=window)
+    return gpu_speed.Contestant(program, folder / "output", log=log, window=window, warm=0.0)
 
 
 @pytest.mark.alone
@@ -412,6 +412,14 @@ def test_the_tolerance_of_parity_is_that_which_is_told():
     assert equal(1.0009, 1e-5) and not equal(1.0011, 5e-5) and equal(1.0019, 2e-4) and not equal(1.0025, 2e-4)
     assert equal(1.0, **{"losses/clipfrac": 0.2})  # it counts rows
     assert not equal(math.nan)
+
+
+def test_a_contestant_is_ready_when_it_has_learnt_for_a_while(tmp_path):
+    one = gpu_speed.Contestant([], tmp_path / "out", log=tmp_path / "metrics.jsonl")
+    lines = [{"global_step": i, "seconds": 0.5 * i, **({"losses/x": 1.0} if i > 2 else {})} for i in range(20)]
+    for count in (0, 3, 8, 9, 10):
+        one.log.write_text("".join(json.dumps(line) + "\n" for line in lines[:count]))
+        assert one.is_ready() == (count == 10)  # three seconds after the fourth line
 
 
 def test_the_speed_of_a_contestant_is_the_median_of_all_its_turns(tmp_path):
