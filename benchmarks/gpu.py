@@ -231,10 +231,10 @@ def run_tests(task: Task) -> None:
 
 def report_tests(child: processes.Child, report: Report) -> str:
     """Report the outcomes of the tests so far; returns how many there are of each."""
-    found = read_tests(child.output.read_text(errors="replace"))
+    found = read_tests(output := child.output.read_text(errors="replace"))
     outcomes = list(found.values())
     counts = ", ".join(f"{outcomes.count(x)} {x.lower()}" for x in dict.fromkeys(outcomes)) or "none has ended"
-    if left := tests_left(child.output.read_text(errors="replace"), len(found)):
+    if left := tests_left(output, len(found)):
         counts, found = f"{counts}, {left} not run", found | {f"{left} more": "NOT RUN"}
     bad = [f"- {name}: {outcome}" for name, outcome in found.items() if outcome in ("FAILED", "ERROR")]
     report.write("tests", counts, ["## Tests", "", counts, "", *bad, ""], found)

@@ -1976,7 +1976,6 @@ class ReplayShards(Replay):
         self.remote = self.ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(RemoteReplay)
         self.shards, self.num_given, self.num_added, self.num_lost, self.restarts = {}, {}, 0, 0, 0
         self.adding, self.asked = {}, deque()  # pending answer -> shard; (shard, pending batches)
-        self.losses = {}  # pending answer -> transitions that are lost if it is
         self.starting = {}  # shard -> pending answer of its start; it gets nothing before that
         try:
             with ending_early():
@@ -2000,16 +1999,14 @@ class ReplayShards(Replay):
         while not (started := [index for index in self.shards if index not in self.starting]):
             self.hear(*next(iter(self.starting.items())))
         index = started[self.num_added % len(started)]
-        reference = self.shards[index].add.remote(fragment)
-        self.adding[reference], self.losses[reference] = index, self.fragment_size
+        self.adding[self.shards[index].add.remote(fragment)] = index
         self.num_given[index] += 1
         self.num_added += 1
         for reference in self.ray.wait(list(self.adding), num_returns=len(self.adding), timeout=0)[0]:
-            self.hear(self.adding.pop(reference, None), reference)
+            self.hear(self.adding.pop(reference, None), reference, loss=self.fragment_size)
 
-    def hear(self, index: int | None, reference) -> tuple:
-        """Whether a shard answered, and its answer; if the shard is dead, replace it."""
-        loss = self.losses.pop(reference, 0)
+    def hear(self, index: int | None, reference, loss: int = 0) -> tuple:
+        """Whether a shard answered, and its answer; if it is dead, replace it. `loss`: transitions that it was sent."""
         if index is None:
             return False, None  # the shard has been buried meanwhile
         deadline = time.monotonic() + self.args.fragment_timeout
@@ -2043,7 +2040,6 @@ class ReplayShards(Replay):
         self.restarts, self.num_lost = self.restarts + 1, self.num_lost + self.held(index)
         tqdm.write(f"{death}; restart {self.restarts}", file=sys.stderr)
         self.adding = {reference: other for reference, other in self.adding.items() if other != index}
-        self.losses = {reference: loss for reference, loss in self.losses.items() if reference in self.adding}
         self.asked = deque(pair for pair in self.asked if pair[0] != index)
         self.ray.kill(self.shards[index])
         self.adding[self.start(index)] = index

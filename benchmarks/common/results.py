@@ -99,7 +99,6 @@ def code_state() -> dict:
     `git describe --always --dirty --abbrev=40` has printed them on another machine.
     """
     if told := os.environ.get("FLATOUT_COMMIT"):
-        print(f"note: results will name the commit of FLATOUT_COMMIT, {told}", file=sys.stderr)
         return {"commit": told.removesuffix("-dirty"), "uncommitted_changes": told.endswith("-dirty")}
     commit = git("rev-parse", "HEAD") or None
     return {"commit": commit, "uncommitted_changes": bool(git("status", "--porcelain", "--", *CODE))}
@@ -108,6 +107,8 @@ def code_state() -> dict:
 @cache
 def code_at_start() -> dict:
     """The state of the code at the first call, which a command makes before anything else."""
+    if told := os.environ.get("FLATOUT_COMMIT"):
+        print(f"note: results will name the commit of FLATOUT_COMMIT, {told}", file=sys.stderr)
     return code_state()
 
 

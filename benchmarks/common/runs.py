@@ -24,7 +24,7 @@ class Run:
     config: dict
     lines: list[dict]
     problems: list[str] = field(default_factory=list)
-    failed: bool = False
+    failed: bool = False  # by the word of the sweep that ran it
 
     @property
     def args(self) -> dict:
