@@ -645,6 +645,7 @@ class WorkerEnv(gym.Wrapper):
         if os.getpid() != parent:
             become_worker()
         super().__init__(env_fn())
+        self.shape = self.observation_space.shape  # which each step would look up through all wrappers
 
     def reset(self, **settings):
         obs, info = self.env.reset(**settings)
@@ -655,8 +656,8 @@ class WorkerEnv(gym.Wrapper):
         return self.checked(obs), *others, info | numbers_in(info)
 
     def checked(self, obs):
-        if np.shape(obs) != (shape := self.observation_space.shape):
-            raise ValueError(f"an observation of shape {np.shape(obs)}, by a space of shape {shape}")
+        if np.shape(obs) != self.shape:
+            raise ValueError(f"an observation of shape {np.shape(obs)}, by a space of shape {self.shape}")
         return obs
 
 
