@@ -81,6 +81,7 @@ def command_line() -> str | None:
 
 
 GENERATIONS = {
+    "AMD EPYC (family 25, model 1)": "AMD EPYC (Zen 3)",  # AVX2 only
     "AMD EPYC (family 25, model 17)": "AMD EPYC (Zen 4)",
     "AMD EPYC (family 26, model 2)": "AMD EPYC (Zen 5)",
     "Intel(R) Xeon(R) Processor": "Intel Xeon (with AMX)",  # results from before the family was named
