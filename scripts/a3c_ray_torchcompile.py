@@ -971,6 +971,20 @@ class SyncEnvs:
             env.close()
 
 
+@contextlib.contextmanager
+def portable_errors():
+    """Turn an error that can't be pickled into a RuntimeError: a parent would wait for it for ever."""
+    try:
+        yield
+    except Exception as error:
+        try:
+            pickler = multiprocessing.reduction.ForkingPickler
+            type(error)(pickler.loads(pickler.dumps(error)))
+        except Exception:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        raise
+
+
 class WorkerEnv(gym.Wrapper):
     """An environment in a worker process, whose results are made to fit before they go into the arrays of all.
 
@@ -985,12 +999,14 @@ class WorkerEnv(gym.Wrapper):
         self.shape = self.observation_space.shape  # which each step would look up through all wrappers
 
     def reset(self, **settings):
-        obs, info = self.env.reset(**settings)
-        return self.checked(obs), info | numbers_in(info)
+        with portable_errors():
+            obs, info = self.env.reset(**settings)
+        return self.checked(obs), numbers_in(info)  # nothing else is read, and other things may not fit into one array
 
     def step(self, action):
-        obs, *others, info = self.env.step(action)
-        return self.checked(obs), *others, info | numbers_in(info)
+        with portable_errors():
+            obs, *others, info = self.env.step(action)
+        return self.checked(obs), *others, numbers_in(info)
 
     def checked(self, obs):
         if np.shape(obs) != self.shape:
@@ -1055,8 +1071,9 @@ def numbers_in(info: dict) -> dict[str, float]:
     own = {"env_id", "elapsed_step"}
     names = [key for key in info if isinstance(key, str) and key[:1] != "_" and key not in own]
     numbers = {key: info[key] for key in names if isinstance(info[key], bool | int | float | np.bool_ | np.number)}
-    is_small = {key: type(x) is not int or abs(x) < 2**63 for key, x in numbers.items()}  # `float` may raise for others
-    return {key: float(x) for key, x in numbers.items() if is_small[key] and math.isfinite(x)}
+    # `float` raises for times, and for some large integers
+    fits = {key: abs(x) < 2**63 if type(x) is int else not isinstance(x, np.timedelta64) for key, x in numbers.items()}
+    return {key: float(x) for key, x in numbers.items() if fits[key] and math.isfinite(x)}
 
 
 def without(settings: dict, names: set[str]) -> dict:
@@ -1164,8 +1181,12 @@ class Envs:
                 self.infos[key].append(value)
 
     def close(self) -> None:
+        workers = getattr(self.vector, "processes", ())
+        timer = threading.Timer(6, lambda: [worker.kill() for worker in workers])  # Gymnasium waits for their ends
+        timer.start()
         with contextlib.suppress(Exception):  # a worker may be dead or, after an error, never answer
             self.vector.close(**{"timeout": 5} if isinstance(self.vector, gym.vector.AsyncVectorEnv) else {})
+        timer.cancel()
 
 
 def check_layers(module: nn.Module) -> None:

@@ -1278,8 +1278,9 @@ def numbers_in(info: dict) -> dict[str, float]:
     own = {"env_id", "elapsed_step"}
     names = [key for key in info if isinstance(key, str) and key[:1] != "_" and key not in own]
     numbers = {key: info[key] for key in names if isinstance(info[key], bool | int | float | np.bool_ | np.number)}
-    is_small = {key: type(x) is not int or abs(x) < 2**63 for key, x in numbers.items()}  # `float` may raise for others
-    return {key: float(x) for key, x in numbers.items() if is_small[key] and math.isfinite(x)}
+    # `float` raises for times, and for some large integers
+    fits = {key: abs(x) < 2**63 if type(x) is int else not isinstance(x, np.timedelta64) for key, x in numbers.items()}
+    return {key: float(x) for key, x in numbers.items() if fits[key] and math.isfinite(x)}
 
 
 def rollout_sizes(args: Args, num_envs: int) -> tuple[int, int]:

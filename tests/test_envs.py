@@ -336,6 +336,30 @@ def test_decimals_in_info_are_kept_beside_integers(train):
     assert run.lines[-1]["info/part"] == pytest.approx((1 + 0.75 + 0.75) / 3)
 
 
+@pytest.mark.parametrize(("name", "num_envs"), [("ppo", 1), ("ppo", 3), ("ppo_env_pool", None)])
+def test_what_else_is_in_info_does_not_matter(train, name, num_envs):
+    """Gymnasium would make one array of all environments' values, of the shape and type of the first."""
+    more = {} if num_envs is None else {"num_envs": num_envs, "num_minibatches": 1}
+    run = train(name, env_id="tiny_envs:Odd-v0", env_kwargs='{"what": "arrays"}', **more)
+    names = {name for name in run.lines[-1] if name.startswith("info/")}
+    assert names - {"info/any"} == {"info/own"}
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_an_error_that_cannot_be_pickled_ends_the_run_with_a_checkpoint(train, tmp_path, num_envs):
+    """A worker process can't send it, and the parent would wait for it."""
+    with pytest.raises(SystemExit) as end:
+        train("dqn", env_id="tiny_envs:Odd-v0", env_kwargs='{"what": "error"}', num_envs=num_envs)
+    assert "OfNoModule: out of order" in end.value.code and "--resume" in end.value.code
+    assert list(tmp_path.rglob("checkpoint.pt"))
+
+
+def test_workers_that_do_not_end_are_killed(train):
+    start = time.monotonic()
+    run = train("ppo", env_id="tiny_envs:Odd-v0", env_kwargs='{"what": "close"}', num_envs=3, num_minibatches=1)
+    assert run.lines and time.monotonic() - start < 60
+
+
 def has_own_signals(queue) -> None:
     script = load("ppo")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

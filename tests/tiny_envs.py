@@ -159,7 +159,8 @@ class Shaped(Tiny):
 class Odd(Tiny):
     """From its third episode on, observations are of another shape than their space; or `info` has odd keys or types.
 
-    Of several worker processes, the first has an integer where others have decimals.
+    Of several worker processes, the first has an integer where others have decimals. Or an error comes that can't be
+    pickled; or a worker process never ends.
     """
 
     def __init__(self, what: str, size: int = 0):
@@ -176,9 +177,17 @@ class Odd(Tiny):
 
     def step(self, action):
         *row, info = super().step(action)
+        if self.what == "error" and self.episode > 2:
+            raise type("OfNoModule", (Exception,), {})("out of order")
         is_first = multiprocessing.current_process().name.endswith("-0")
         more = {"info": {0: 1.0, "big": 10**400, "own": 2}, "types": {"part": 1 if is_first else 0.75}}
+        more["arrays"] = {"legal": np.arange(self.steps), "for": np.timedelta64(5, "s"), "own": 2}
+        more["arrays"] |= {"any": 1 if is_first else "text"}
         return *row, info | more.get(self.what, {})
+
+    def close(self):
+        if self.what == "close" and multiprocessing.parent_process():
+            time.sleep(300)
 
 
 class Fragile(Tiny):
