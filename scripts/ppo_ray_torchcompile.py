@@ -1100,18 +1100,13 @@ class SyncEnvs:
             env.close()
 
 
-@contextlib.contextmanager
-def portable_errors():
-    """Turn an error that can't be pickled into a RuntimeError: a parent would wait for it for ever."""
+def check_portable(error: Exception) -> None:
+    """Raise a RuntimeError in place of an error that can't be pickled: a parent would wait for that one for ever."""
     try:
-        yield
-    except Exception as error:
-        try:
-            pickler = multiprocessing.reduction.ForkingPickler
-            type(error)(pickler.loads(pickler.dumps(error)))
-        except Exception:
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-        raise
+        pickler = multiprocessing.reduction.ForkingPickler
+        type(error)(pickler.loads(pickler.dumps(error)))
+    except Exception:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 class WorkerEnv(gym.Wrapper):
@@ -1128,13 +1123,19 @@ class WorkerEnv(gym.Wrapper):
         self.shape = self.observation_space.shape  # which each step would look up through all wrappers
 
     def reset(self, **settings):
-        with portable_errors():
+        try:
             obs, info = self.env.reset(**settings)
+        except Exception as error:
+            check_portable(error)
+            raise
         return self.checked(obs), numbers_in(info)  # nothing else is read, and other things may not fit into one array
 
     def step(self, action):
-        with portable_errors():
+        try:
             obs, *others, info = self.env.step(action)
+        except Exception as error:
+            check_portable(error)
+            raise
         return self.checked(obs), *others, numbers_in(info)
 
     def checked(self, obs):
@@ -1311,7 +1312,7 @@ class Envs:
 
     def close(self) -> None:
         workers = getattr(self.vector, "processes", ())
-        timer = threading.Timer(6, lambda: [worker.kill() for worker in workers])  # Gymnasium waits for their ends
+        timer = threading.Timer(6, lambda: [worker.kill() for worker in workers])  # else waits without end
         timer.start()
         with contextlib.suppress(Exception):  # a worker may be dead or, after an error, never answer
             self.vector.close(**{"timeout": 5} if isinstance(self.vector, gym.vector.AsyncVectorEnv) else {})

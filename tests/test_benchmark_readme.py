@@ -45,6 +45,7 @@ def test_what_is_written_on_the_results_is_what_their_json_says(tmp_path):
 
 
 EPYC, ZEN_4 = "throughput/amd_epyc", "throughput/amd_epyc_family_25_model_17"
+ZEN_3 = "throughput/amd_epyc_family_25_model_1"
 CASCADE_LAKE = "throughput/intel_r_xeon_r_processor_2_50ghz_family_6_model_85"
 RUNNERS = "num_runners_2_envs_per_runner_{}_fragment_steps_32_batch_updates_1_total_timesteps_1000000000"
 RATIOS = {  # what the README says, and which ratio of which result that is
@@ -56,6 +57,8 @@ RATIOS = {  # what the README says, and which ratio of which result that is
     r"TD3 [\d.]+ and ([\d.]+),": (f"{CASCADE_LAKE}/td3_continuous_action_beside_cleanrl", "compile", "leanrl"),
     r"DQN ([\d.]+) and [\d.]+\.": (f"{CASCADE_LAKE}/dqn", "compile", "sb3"),
     r"DQN [\d.]+ and ([\d.]+)\.": (f"{CASCADE_LAKE}/dqn_beside_cleanrl", "compile", "leanrl"),
+    r"Zen 3, SAC ([\d.]+) times SB3's": (f"{ZEN_3}/sac_continuous_action", "compile", "sb3"),
+    r"SB3's, TD3 ([\d.]+)\.": (f"{ZEN_3}/td3_continuous_action", "compile", "sb3"),
     r"On Atari and a Zen 4, PPO has ([\d.]+) times": (f"{ZEN_4}/ppo_atari_envpool", "compile", "sb3"),
     r"SB3's speed, with `--bf16` ([\d.]+) times": (f"{ZEN_4}/ppo_atari_envpool_bf16", "compile", "sb3"),
     r"eager `ppo_ray` is ([\d.]+) times": (f"{EPYC}/ppo_ray", "eager", "rllib"),
