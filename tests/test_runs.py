@@ -372,12 +372,11 @@ def test_broken_worker_ends_the_run(tmp_path, event, reason):
     assert helpers.outcome(tmp_path / "run").checkpoint["global_step"] >= 100
 
 
-def test_infos_that_do_not_fit_together_end_the_run(tmp_path):
-    """Not in a wait for workers that have answered before."""
-    arguments = helpers.flags("ppo", env_id="tiny_envs:Ragged-v0", num_envs=2, run_dir="run")
-    process = helpers.start("ppo", *arguments, cwd=tmp_path)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1 and "could not broadcast" in errors.splitlines()[-1]
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_infos_that_do_not_fit_together_do_not_end_the_run(train, num_envs):
+    """Two workers send arrays of two lengths, which Gymnasium can't put into one; no metric needs them."""
+    run = train("ppo", env_id="tiny_envs:Ragged-v0", num_envs=num_envs, num_minibatches=1)
+    assert run.steps()[-1] >= 200
 
 
 # What is refused
