@@ -6,6 +6,7 @@ One simulated cluster of two nodes (`cluster` in conftest.py) serves all tests t
 import contextlib
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -489,15 +490,16 @@ def test_cluster_files_are_what_ray_and_bash_take():
 
 
 STUBS = {  # of Slurm, Ray and a script, on one machine
-    "bin/scontrol": "echo here",
+    "bin/scontrol": 'printf "%s\\n" $SLURM_JOB_NODELIST',
+    "bin/hostname": "echo ${ADDRESSES:-127.0.1.1 fe80::1 10.0.0.7 10.0.0.8}",
     "bin/srun": """
-        while [[ $1 = -* ]]; do [ "$1" = --overlap ] || shift; shift; done
+        while [[ $1 = -* ]]; do case $1 in --overlap) shift ;; *) shift 2 ;; esac; done
         "$@" & task=$!
         trap 'kill -KILL $task; exit 1' TERM  # as Slurm's does
         wait $task""",
     ".venv/bin/ray": """
-        if [ "$1" = status ]; then echo " 1 node_a"; exit; fi
-        echo "$SRUN_CPUS_PER_TASK $*" >head
+        if [ "$1" = status ]; then eval "${STATUS:-echo ' 1 node_a'}"; exit; fi
+        if [ "$2" = --head ]; then echo "$SRUN_CPUS_PER_TASK $* in $RAY_TMPDIR" >head; fi
         exec sleep 60""",
     ".venv/bin/python": """
         trap 'echo saved >checkpoint; exit 143' TERM
@@ -506,29 +508,55 @@ STUBS = {  # of Slurm, Ray and a script, on one machine
 }
 
 
-def test_a_run_on_slurm_saves_when_its_time_is_up(tmp_path):
-    """By stubs: Slurm sends SIGTERM to the shell of the job alone."""
+@pytest.fixture
+def slurm(tmp_path):
+    """Begin a job of cluster/ray.slurm on this machine, by the stubs and these environment variables -> its process."""
     for name, text in STUBS.items():
         (path := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"#!/bin/bash\n{text}\n")
         path.chmod(0o755)
     job = {"SLURM_JOB_NODELIST": "here", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "8", "HOME": str(tmp_path)}
-    environment = os.environ | job | {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
-    command = ["bash", ROOT / "cluster" / "ray.slurm", "X.py", "--num-runners", "4"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline and not (tmp_path / "began").exists():
-            time.sleep(0.1)
-        process.terminate()
-        assert process.wait(30) == 143
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
+    job["PATH"] = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    command, processes = ["bash", ROOT / "cluster" / "ray.slurm", "X.py", "--num-runners", "4"], []
+
+    def begin(**more: str) -> subprocess.Popen:
+        settings = {"cwd": tmp_path, "env": os.environ | job | more, "stderr": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen(command, start_new_session=True, **settings))
+        return processes[0]
+
+    yield begin
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_run_on_slurm_saves_when_its_time_is_up(slurm, tmp_path):
+    """By stubs: Slurm sends SIGTERM to the shell of the job alone."""
+    process, deadline = slurm(), time.monotonic() + 30
+    while time.monotonic() < deadline and not (tmp_path / "began").exists():
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(30) == 143
     assert (tmp_path / "checkpoint").read_text() == "saved\n"
-    assert (tmp_path / "began").read_text().startswith("X.py --num-runners 4 --ray-address ")
-    assert (tmp_path / "head").read_text().startswith("8 start --head ") and "--num-cpus=6" in (
-        tmp_path / "head"
-    ).read_text()
+    assert (tmp_path / "began").read_text() == "X.py --num-runners 4 --ray-address 10.0.0.7:20007\n"
+    head = (tmp_path / "head").read_text()
+    assert head.startswith("8 start --head --node-ip-address=10.0.0.7 ") and "--num-cpus=6" in head
+    assert re.search(r" in /tmp/\S+\.7\n", head)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "status", "reason"), [("here", "exit 1", "head_is_up"), ("here there", "echo ' 1 node_a'", "all_are_up")]
+)
+def test_a_job_on_slurm_ends_if_a_machine_does_not_start(slurm, tmp_path, nodes, status, reason):
+    process = slurm(SLURM_JOB_NODELIST=nodes, STATUS=status, START_SECONDS="2")
+    assert process.wait(30) == 1
+    assert f"error: {reason}: not within 2 s" in process.stderr.readline()
+    assert not (tmp_path / "began").exists()
+
+
+def test_a_job_on_slurm_ends_if_its_head_has_no_address(slurm):
+    process = slurm(ADDRESSES="127.0.1.1 fe80::1")
+    assert process.wait(30) == 1 and "error: here has no IPv4 address" in process.stderr.readline()
 
 
 def test_a_signal_does_not_wait_for_learners_that_do_not_start():
