@@ -107,7 +107,7 @@ class Args:
     cpus_per_learner: float = 1.0  # CPU cores that Ray reserves per learner, except for this process
     gpus_per_learner: float = 0.0  # GPUs per learner, except for this process, which uses --device
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
-    runner_restarts: int = 100  # replacements of dead runners allowed in a run; one more death ends it
+    runner_restarts: int = 50  # replacements of dead runners allowed, times --num-runners; one more ends the run
     fragment_timeout: float = 300.0  # seconds until a silent runner is replaced; if all are, or a learner, the run ends
 
     # PPO
@@ -1467,14 +1467,16 @@ def start_ray(args: Args):
 
 def versions() -> dict[str, str]:
     """Versions of the packages that runners and learners must agree on."""
-    names = ("torch", "numpy", "gymnasium", "envpool", "ray")
-    return {"python": sys.version.split()[0]} | {name: version(name).partition("+")[0] for name in names}
+    names = ("torch", "numpy", "gymnasium", "envpool", "mujoco", "ale_py", "ray")
+    installed = [name for name in names if importlib.util.find_spec(name)]
+    return {"python": sys.version.split()[0]} | {name: version(name).partition("+")[0] for name in installed}
 
 
 def other_versions(theirs: dict[str, str]) -> str:
     """In what another process differs from this one; nothing where it does not."""
-    own = versions()
-    return "; ".join(f"{name} {x}, here it is {own[name]}" for name, x in theirs.items() if x != own[name])
+    own, missing = versions(), "not installed"
+    pairs = {name: (theirs.get(name, missing), own.get(name, missing)) for name in theirs | own}
+    return "; ".join(f"{name} {x}, here it is {here}" for name, (x, here) in pairs.items() if x != here)
 
 
 class Refused(RuntimeError):
@@ -1616,7 +1618,10 @@ class RayRunners(Runners):
             name = next(name for name, text in known.items() if text != self.sent.get(name))
             hint = "send it by `publish`, take it in `Runner.sample`; if only the learner needs it, use a new variable"
             self.stop(f"`{name}` changed, but runners have what it was at the start: {hint}")
-        self.weights = version, weights if weights.nbytes < 100_000 else self.ray.put(weights), *others
+        try:
+            self.weights = version, weights if weights.nbytes < 100_000 else self.ray.put(weights), *others
+        except self.ray.exceptions.RayError as error:  # its memory is full, and so is the disk
+            self.stop(f"Ray can't store the weights: {cause_of(error)}")
         for index in self.alive:
             self.ask(index, self.ahead)
         self.clock.lap("weights")
@@ -1697,7 +1702,9 @@ class RayRunners(Runners):
         if cause is not None and summary not in self.told:  # the traceback, of each exception once
             tqdm.write(str(error), file=sys.stderr)
             self.told.add(summary)
-        death = f"runner {index} ({self.places.pop(index, 'not yet up')}) died: {summary}"
+        host = str(error).partition(" ip=")[2].partition(",")[0]
+        place = self.places.pop(index, f"not yet up, on {host}" if host else "not yet up")
+        death = f"runner {index} ({place}) died: {summary}"
         self.alive.discard(index)
         self.in_flight = {x: (other, fragment) for x, (other, fragment) in self.in_flight.items() if other != index}
         self.ray.kill(self.actors[index])
@@ -1705,8 +1712,8 @@ class RayRunners(Runners):
         self.failures[index] += 1
         if self.failures[index] == 3:
             self.stop(f"{death}; so it did 3 times without a fragment in between")
-        if self.restarts == self.args.runner_restarts:
-            self.stop(f"{death}; --runner-restarts {self.restarts} are used up")
+        if self.restarts == self.args.runner_restarts * self.args.num_runners:
+            self.stop(f"{death}; --runner-restarts are used up, {self.args.runner_restarts} for each runner")
         self.restarts += 1
         tqdm.write(f"{death}; restart {self.restarts}", file=sys.stderr)
         self.start(index)

@@ -738,6 +738,9 @@ def test_versions_that_differ_are_named():
     own = SCRIPT.versions()
     assert SCRIPT.other_versions(own) == ""
     assert SCRIPT.other_versions(own | {"torch": "1.0"}) == f"torch 1.0, here it is {own['torch']}"
+    assert SCRIPT.other_versions(own | {"ale": "9"}) == "ale 9, here it is not installed"
+    own.pop("mujoco")
+    assert SCRIPT.other_versions(own).startswith("mujoco not installed, here it is ")
 
 
 @on_ray

@@ -242,7 +242,7 @@ def test_a_run_ends_once_its_restarts_are_used_up(name, capsys):
     """However many fragments came between the deaths."""
     script = load(name)
     runners = object.__new__(script.RayRunners)
-    runners.args, runners.restarts, runners.told = script.Args(num_runners=1, runner_restarts=2), 0, set()
+    runners.args, runners.restarts, runners.told = script.Args(num_runners=2, runner_restarts=1), 0, set()
     runners.alive, runners.in_flight, runners.actors, runners.ray = set(), {}, [None], mock.Mock()
     runners.start, runners.stop = mock.Mock(), script.fail
     for death in range(3):
@@ -251,7 +251,36 @@ def test_a_run_ends_once_its_restarts_are_used_up(name, capsys):
         with pytest.raises(SystemExit) if death == 2 else nullcontext():
             runners.bury(0, RuntimeError("it died"))
     assert runners.start.call_count == runners.restarts == 2
-    assert "runner 0 (here) died: RuntimeError: it died; --runner-restarts 2 are used up" in capsys.readouterr().err
+    expected = "runner 0 (here) died: RuntimeError: it died; --runner-restarts are used up, 1 for each runner"
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", RAY)
+def test_the_machine_of_a_runner_that_cannot_start_is_named(name):
+    """As Ray's error does: one machine of many may lack a simulator."""
+    script, stopped = load(name), []
+    runners = object.__new__(script.RayRunners)
+    runners.args, runners.restarts, runners.told = script.Args(num_runners=2), 2, set()
+    runners.alive, runners.in_flight, runners.actors, runners.ray = {1}, {}, [None], mock.Mock()
+    runners.places, runners.failures, runners.pending, runners.stop = {}, [2], [0], stopped.append
+    runners.start = mock.Mock()
+    error = RuntimeError("ray::RemoteRunner.open() (pid=7, ip=10.0.0.8, actor_id=17, repr=...)\nOSError: no licence")
+    error.cause = OSError("no licence")
+    runners.bury(0, error)
+    assert stopped[0].startswith("runner 0 (not yet up, on 10.0.0.8) died: OSError: no licence; so it did 3 times")
+
+
+@pytest.mark.parametrize("name", RAY)
+def test_weights_that_find_no_memory_end_the_run_with_a_checkpoint(name):
+    """Of Ray: `stop` writes it, an exception of Ray's would not."""
+    script = load(name)
+    runners = object.__new__(script.RayRunners)
+    runners.args, runners.named, runners.clock, runners.alive = script.Args(), {}, mock.Mock(), {0}
+    runners.sent, runners.stop = runners.known_to_runners(), mock.Mock(side_effect=SystemExit)
+    runners.ray = mock.Mock(**{"exceptions.RayError": RuntimeError, "put.side_effect": RuntimeError("disk is full")})
+    with pytest.raises(SystemExit):
+        runners.publish(0, np.zeros(100_000))
+    runners.stop.assert_called_once_with("Ray can't store the weights: RuntimeError: disk is full")
 
 
 # Environments of a runner
