@@ -1001,8 +1001,9 @@ def serve(env_fns: list, connection: Connection, first: int, seeds: list[int]) -
     become_worker()
     pipe = connection.fileno()  # plain writes and reads of a byte take 3 us, those of the Connection 11
     envs = [env_fn() for env_fn in env_fns]
+    spaces = reduction.ForkingPickler.dumps([(env.observation_space, env.action_space) for env in envs])
     os.write(pipe, b"s")
-    connection.send([(env.observation_space, env.action_space) for env in envs])
+    connection.send_bytes(spaces)
     memory = mmap.mmap(reduction.recv_handle(connection), 0)
     rows = np.frombuffer(memory, row_type(envs[0].observation_space, envs[0].action_space))
     obs, action, reward, terminated, truncated = (rows[name][first:] for name in rows.dtype.names)
@@ -1139,7 +1140,11 @@ class Pool:
             self.obs_dim, row = gym.spaces.flatdim(self.observation_space), row_type(*self.spaces)
             warn_of_pixels(self.observation_space, self.obs_dim)
             self.memory = tempfile.TemporaryFile(dir="/dev/shm" if Path("/dev/shm").exists() else None)  # has no name
-            self.memory.truncate(self.num_envs * row.itemsize)
+            try:
+                self.memory.write(bytes(self.num_envs * row.itemsize))  # takes the room, which `truncate` would not
+                self.memory.flush()
+            except OSError as error:
+                fail(f"no {self.num_envs * row.itemsize:,} bytes for the rows of {self.num_envs} environments: {error}")
             rows = np.frombuffer(mmap.mmap(self.memory.fileno(), 0), row)
             self.obs, self.action, self.reward, self.terminated, self.truncated = (rows[name] for name in row.names)
         for other in spaces:
@@ -1202,6 +1207,7 @@ class Pool:
         worker.process.join(1)
         worker.process.kill()
         worker.process.join()
+        atexit.unregister(worker.process.kill)  # which keeps the process object and its open files
         if summary is None:
             code = worker.process.exitcode
             summary = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
@@ -1215,7 +1221,10 @@ class Pool:
         self.restarts += 1
         tqdm.write(f"{death}; restart {self.restarts} of {self.args.max_restarts}", file=sys.stderr)
         self.lost[self.envs_of(worker.index)] = True
-        self.workers[worker.index] = self.start(worker.index)
+        try:
+            self.workers[worker.index] = self.start(worker.index)
+        except OSError as error:  # too many open files, or processes
+            self.stop(f"{death}; can't start another: {error}")
 
     def reset(self) -> np.ndarray:
         """First observations (N, O): the workers have reset their environments at the start."""

@@ -5,11 +5,14 @@ import gc
 import itertools
 import multiprocessing
 import os
+import re
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import gymnasium as gym
 import helpers
@@ -237,6 +240,24 @@ def test_death_at_rest_is_found_by_the_next_action(make_pool, monkeypatch):
     assert [rows[i][4] for i in range(2)] == [False, True] and seconds < 2 and pool.restarts == 3
 
 
+def test_a_replaced_worker_leaves_no_open_file(make_pool):
+    pool, counts = make_pool("Task-v0", 2), []
+    for _ in range(3):
+        exchange(pool, {0: DIE, 1: QUICK}, 2)
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert pool.restarts == 3 and counts[0] == counts[2]
+
+
+def test_a_worker_that_cannot_be_replaced_ends_the_run_with_a_checkpoint(make_pool, monkeypatch):
+    pool, stopped = make_pool("Task-v0", 2), []
+    monkeypatch.setattr(pool, "start", mock.Mock(side_effect=OSError(24, "Too many open files")))
+    monkeypatch.setattr(pool, "stop", lambda message: stopped.append(message) or sys.exit(1))
+    with pytest.raises(SystemExit):
+        exchange(pool, {0: DIE, 1: QUICK}, 2)
+    assert "worker 0 died: killed by SIGKILL; can't start another: [Errno 24] Too many open files" in stopped[0]
+
+
 def test_a_run_survives_deaths_and_masks_what_they_broke_off(train, monkeypatch, capfd):
     """Each worker dies at its 30th step, again and again. Of an episode that this broke off, nothing is reported.
 
@@ -436,6 +457,22 @@ def test_spaces_that_differ_are_refused(refused, monkeypatch):
 def test_environment_that_breaks_at_its_start_is_refused(refused, monkeypatch):
     monkeypatch.setattr(POOL, "make_env", lambda _env, _settings: 1 / 0)
     assert "can't make environment tiny_envs:Reach-v0: ZeroDivisionError" in refused(num_workers=2)
+
+
+def test_spaces_that_cannot_be_sent_are_refused_with_the_reason(refused, monkeypatch):
+    def make_env(_env, _settings):
+        space = Box(-1, 1, (3,))
+        space.lock = threading.Lock()
+        return Task(Discrete(2), space)
+
+    monkeypatch.setattr(POOL, "make_env", make_env)
+    assert "can't make environment Task-v0: TypeError: cannot pickle '_thread.lock'" in refused(env_id="Task-v0")
+
+
+def test_memory_for_rows_that_is_not_there_is_refused(refused, monkeypatch):
+    """Else the first row that finds no memory would end the program by SIGBUS."""
+    monkeypatch.setattr(POOL.tempfile, "TemporaryFile", lambda **_: Path("/dev/full").open("wb"))
+    assert re.search(r"no [\d,]+ bytes for the rows of 2 environments: .*No space left", refused(num_workers=2))
 
 
 def test_layouts_that_cannot_work_are_refused(refused):

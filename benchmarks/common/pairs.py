@@ -177,7 +177,7 @@ TABLE = {
         goal=(30, 200),
         learn_value=PPO_VALUE,
         most_above=410,
-        most_lines=1429,
+        most_lines=1440,
     ),
     "impala_ray": Pair(
         peers="impala",  # it acts as ppo does
