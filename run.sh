@@ -58,12 +58,14 @@ install() {
   sum=$(cat "$folder"/*.txt | cksum | cut -d ' ' -f 1)
   stamp=$root/.venv/$1.$sum
   if [ -e "$stamp" ]; then return; fi
-  local python
-  python=$(find_python)
-  [ -x "$root/.venv/bin/pip" ] || "$python" -m venv "$root/.venv" || {
-    echo "error: $python can't make a virtual environment; on Debian and Ubuntu, install python3-venv" >&2
-    exit 2
-  }
+  if [ ! -x "$root/.venv/bin/pip" ]; then
+    local python
+    python=$(find_python)
+    "$python" -m venv "$root/.venv" || {
+      echo "error: $python can't make a virtual environment; on Debian and Ubuntu, install python3-venv" >&2
+      exit 2
+    }
+  fi
   echo "installing requirements/$1.txt into .venv" >&2
   find "$root/.venv" -maxdepth 1 -name "requirements*.[0-9]*" ! -name "*.$sum" -delete  # of versions that go now
   "$root/.venv/bin/pip" install --quiet --disable-pip-version-check -r "$folder/$1.txt" -c "$folder/constraints.txt"

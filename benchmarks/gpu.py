@@ -223,7 +223,7 @@ def run_tests(task: Task) -> None:
             report_tests(child, task.report)
     finally:
         child.kill()
-    counts = report_tests(child, task.report)
+        counts = report_tests(child, task.report)
     if code != 0:
         why = {None: "no time was left for all tests", 1: "not all tests passed"}
         raise RuntimeError(f"{why.get(code, f'pytest ended with exit code {code}')}; {counts}")

@@ -13,18 +13,24 @@ import pytest
 import tiny_envs
 import torch
 
+from benchmarks.common.processes import free_slots
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """As many processes as there are cores, but no more than have memory: each takes 2 GB."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(cores, 8)
+    return min(cores, 8, free_slots(2 * 2**30))
 
 
 def pytest_collection_modifyitems(items: list) -> None:
     """Tests that need the cluster come last, so that it is started once and nothing is timed beside it."""
     items.sort(key=lambda item: "cluster" in item.fixturenames)
 
+
+# Of a hook or a rebase that starts the tests, which make repositories of their own
+for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX"):
+    os.environ.pop(name, None)
 
 # A shell that starts the tests in the background has Ctrl-C ignored, and so would all processes that the tests start
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -290,6 +290,26 @@ def test_tests_are_done_only_if_all_have_passed(tmp_path, monkeypatch, body, sec
     assert report.status["tests"].partition(",")[0] == "done" if why is None else why in report.status["tests"]
 
 
+def test_outcomes_of_tests_are_kept_if_the_stage_is_stopped(tmp_path, monkeypatch):
+    """As by Ctrl-C while pairs are compared."""
+    (file := tmp_path / "test_one.py").write_text("def test_one():\n    pass\n")
+    (tmp_path / "out").mkdir()
+    report, start = gpu.Report(tmp_path / "out", "correctness", is_dry_run=True), time.perf_counter()
+    plan = SimpleNamespace(tests=(str(file),))
+    task = SimpleNamespace(plan=plan, report=report, work=tmp_path, deadline=start + 60)
+
+    def stop(task):
+        while "1 passed" not in (task.work / "output").read_text() and time.perf_counter() < task.deadline:
+            time.sleep(0.2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu, "compare_pairs", stop)
+    monkeypatch.setattr(gpu, "read_tests", lambda output: {"one": "PASSED"} if "1 passed" in output else {})
+    with pytest.raises(KeyboardInterrupt):
+        gpu.run_tests(task)
+    assert report.status["tests"].startswith("1 passed")
+
+
 def test_outcomes_of_tests_are_read_from_half_an_output():
     lines = ["tests/test_a.py::test_x[cuda-True] PASSED [ 3%]", "tests/test_a.py::test_y SKIPPED (no CUDA)", "tests/te"]
     expected = {"tests/test_a.py::test_x[cuda-True]": "PASSED", "tests/test_a.py::test_y": "SKIPPED"}

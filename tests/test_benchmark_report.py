@@ -298,6 +298,16 @@ def test_a_pair_is_compared_at_the_same_number_of_steps(tmp_path):
     assert pair["difference"] == 480 - 160
 
 
+def test_a_short_run_of_another_variant_does_not_shorten_a_pair(tmp_path):
+    """Eager and compiled are as long as each other; the third variant learnt for a quarter of that."""
+    make_run(tmp_path / "eager", curve(400, total=1_000_000), total=1_000_000)
+    make_run(tmp_path / "compiled", curve(440, total=1_000_000), total=1_000_000, **COMPILE)
+    bf16 = {"script": "ppo.py", "args": {"bf16": True}}
+    make_run(tmp_path / "short", curve(480, total=250_000), total=250_000, **bf16)
+    result = report.write_report([tmp_path], tmp_path / "out")
+    assert "common_scores" in result["rows"][0] and result["pairs"][0]["difference"] == 440 - 400
+
+
 def test_pairs_are_of_one_precision(tmp_path):
     for i, script in enumerate(("ppo.py", "ppo_torchcompile.py")):
         for bf16 in (False, True):

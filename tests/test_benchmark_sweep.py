@@ -109,6 +109,7 @@ def test_time_limit_and_ctrl_c(tmp_path, capsys):
     command = [sys.executable, "-m", "benchmarks", "sweep", *flags, "--out", str(out)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     while not any(map(sweep.last_step, (out / "runs").glob("*/metrics.jsonl"))):
+        assert process.poll() is None, process.communicate()[1]
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, output = process.communicate(timeout=240)

@@ -302,7 +302,9 @@ else:
         lines.append(run.stdout.splitlines()[-1] if run.stdout else run.stderr)
     assert lines[0] == lines[1]
     threads, precision, denormal = lines[0].split()
-    assert int(threads) == {"ppo": 1, "dqn": 1}.get(script, min(4, len(os.sched_getaffinity(0))))
+    cores = load_script(SCRIPTS / f"{script}.py").num_cores()
+    most = {"ppo": 1, "dqn": 1, "sac_continuous_action": 4, "td3_continuous_action": 4}.get(script, cores)
+    assert int(threads) == min(most, cores)
     assert precision in ("highest", "high", "medium") and (float(denormal) == 0) == (script != "ppo")
 
 
@@ -458,6 +460,13 @@ def test_cleanrl_without_its_environment_or_its_clone_is_refused(tmp_path, monke
     monkeypatch.setattr(programs, "CLEANRL_PYTHON", Path(sys.executable))
     monkeypatch.setitem(programs.CLONES, "leanrl", (tmp_path / "none", "", ()))
     assert "requirements-cleanrl.txt says how to get it" in refusal(programs.check_installed, ("leanrl",), capsys)
+
+
+def test_many_flags_give_a_file_name_that_file_systems_take():
+    names = [
+        throughput.file_name("dqn", throughput.Options(flags=f"{'--buffer-size 1000 ' * 20}--seed {i}")) for i in "12"
+    ]
+    assert names[0] != names[1] and all(len(name) < 200 and name.startswith("dqn_buffer_size_1000") for name in names)
 
 
 def test_cleanrl_and_leanrl_have_a_table_of_their_own():

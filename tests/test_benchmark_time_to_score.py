@@ -355,6 +355,20 @@ def test_runs_that_failed_do_not_replace_those_that_did_not(monkeypatch, tmp_pat
     assert "the older result stays" in capsys.readouterr().err
 
 
+def test_a_task_with_runs_that_failed_is_measured_again(monkeypatch, tmp_path):
+    """Where the command goes on, of two tasks, with the second one."""
+    tasks, asked = ("ppo:CartPole-v1", "ppo:Acrobot-v1"), []
+    options = time_to_score.Options(tasks, ("eager",), (), (1,), score=1.0, out=tmp_path)
+    begun = {"CartPole-v1": {"eager": [outcome(1.0) | {"failed": "exit code 1"}]}, "Acrobot-v1": {}}
+    begun_of = lambda target: {"contestants": begun[target.path.stem.partition("_")[2]]}  # noqa: E731
+    monkeypatch.setattr(time_to_score.Target, "begun", begun_of)
+    monkeypatch.setattr(time_to_score, "measure", lambda task, *_: asked.append(task))
+    time_to_score.main(options)
+    begun["CartPole-v1"]["eager"][0].pop("failed")
+    time_to_score.main(options)
+    assert [task[1] for task in asked] == ["CartPole-v1", "Acrobot-v1", "Acrobot-v1"]
+
+
 def test_a_log_that_grows_while_it_is_read_is_read_up_to_where_it_was(tmp_path):
     log = tmp_path / "metrics.jsonl"
     assert time_to_score.written(log) == ([], 0.0)

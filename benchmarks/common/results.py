@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -216,6 +217,11 @@ def claim(folder: Path) -> None:
             fcntl.flock(CLAIMED[folder], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fail(f"another command is writing to {folder}: wait for its end, or give another --out")
+
+
+def short(name: str) -> str:
+    """A name for a file, of which file systems take 255 bytes: the end of a longer one becomes its checksum."""
+    return name if len(name.encode()) <= 200 else f"{name[:100]}_{zlib.crc32(name.encode()):08x}"
 
 
 class Target:

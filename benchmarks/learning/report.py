@@ -202,9 +202,10 @@ def compare(rows: list[dict]) -> list[dict]:
             continue
         # If budgets differ, more steps could be mistaken for a difference between the variants
         lengths = sorted((eager["steps"], compiled["steps"]))
-        if lengths[0] < SAME_BUDGET * lengths[1] and "common_scores" not in eager:
+        differ = lengths[0] < SAME_BUDGET * lengths[1]
+        if differ and "common_scores" not in eager:
             continue
-        scores = [row.get("common_scores", row["scores"]) for row in (eager, compiled)]
+        scores = [row["common_scores" if differ else "scores"] for row in (eager, compiled)]
         eager_iqm, compiled_iqm = (float(stats.iqm(np.array(own))) for own in scores)
         ends = interval(scores, stats.difference_of_iqms)
         pair = {"script": eager["script"], "env_id": eager["env_id"], "eager": eager["variant"]}

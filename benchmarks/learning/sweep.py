@@ -88,10 +88,11 @@ class Journal:
 
     def __init__(self, path: Path, settings: dict, resume: bool):
         self.path, self.states, self.settings, self.file = path, {}, settings, path.open("a")
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fail(f"another sweep is running in {path.parent}")
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fail(f"another sweep is running in {path.parent}")
         lines = read_journal(path)
         if lines and not resume:
             fail(f"{path.parent} holds a sweep; --resume goes on with it, --out names another folder")

@@ -53,6 +53,7 @@ from benchmarks.common.results import (
     make_folder,
     provenance,
     say_written,
+    short,
     stoppable,
     table,
 )
@@ -307,7 +308,7 @@ def write_summary(out: Path) -> str:
 
 def file_name(*words: str) -> str:
     """The file name of a result, from the words that identify it."""
-    return re.sub(r"[^\w.-]+", "_", "_".join(words)).strip("_") + ".json"
+    return short(re.sub(r"[^\w.-]+", "_", "_".join(words)).strip("_")) + ".json"
 
 
 def published(script: str, env_id: str) -> float:
@@ -353,7 +354,8 @@ def main(options: Options) -> int:
         path, names = options.out / file_name(*task, options.flags), [x.name for x in contestants]
         targets.append(Target(path, score=score, contestants=names, seeds=list(options.seeds)))
     begun = [target.begun().get("contestants", {}) for target in targets]
-    is_whole, measured = [bool(x) and min(map(len, x.values())) == len(options.seeds) for x in begun], []
+    lacks = [not x or has_failed(x) or min(map(len, x.values())) < len(options.seeds) for x in begun]
+    is_whole, measured = [not x for x in lacks], []
     with stoppable(f"the seeds that were finished before lie in {options.out}"), tqdm(total=total, unit="run") as bar:
         for i, (task, score, contestants) in enumerate(plans):
             target = targets[i]

@@ -243,9 +243,9 @@ def run_and_kill(seed: int, minute: float) -> dict:
         start = time.perf_counter()
         while child.wait(KILL_EVERY) is None and time.perf_counter() - start < minute:
             with contextlib.suppress(OSError):  # the run may have ended meanwhile
-                alive = workers(child.process.pid)
-                os.kill(alive[kills % len(alive)], signal.SIGKILL)
-                kills += 1
+                if alive := workers(child.process.pid):  # none, just as they are replaced
+                    os.kill(alive[kills % len(alive)], signal.SIGKILL)
+                    kills += 1
             bar.update(KILL_EVERY)
         while child.poll() is None:
             child.wait(1)

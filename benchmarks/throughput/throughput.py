@@ -59,6 +59,7 @@ from benchmarks.common.results import (
     make_folder,
     provenance,
     say_written,
+    short,
     stoppable,
     table,
 )
@@ -374,7 +375,7 @@ def draw(results: list[dict], path: Path) -> None:
 def file_name(script: str, options: Options) -> str:
     """The file name of a script's result; one with flags, or beside CleanRL and LeanRL, gets a file of its own."""
     beside = "_beside_cleanrl" * bool(set(CLONES) & set(names_of(script, options)))
-    return script + beside + re.sub(r"\W+", "_", options.flags).rstrip("_")
+    return short(script + beside + re.sub(r"\W+", "_", options.flags).rstrip("_"))
 
 
 def write_summary(out: Path) -> str:
