@@ -21,7 +21,7 @@ of a Box, P = number of parameters, B = any number of rows.
 
 Each runner takes T steps in V environments and sends only the gradient. In A2C the learner (this process) waits for one
 gradient from each runner, takes one step with their mean, and all continue with the same weights: reproducible. In A3C,
-each gradient is applied when it arrives, although others have changed the weights in the meantime, and nobody waits.
+each is applied when it arrives, although others have changed the weights meanwhile; no runner waits for another one.
 With --num-runners 0, everything runs in this process, without Ray; with one runner, A2C and A3C are the same.
 
 Departures from the paper: Adam instead of RMSProp, means instead of sums, no LSTM; several environments for a runner; a
@@ -105,7 +105,7 @@ class Args:
     gpus_per_runner: float = 0.0  # GPUs per runner; may be fractional; policies on frames then run there
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
     runner_restarts: int = 50  # replacements of dead runners allowed, times --num-runners; one more ends the run
-    fragment_timeout: float = 300.0  # seconds until a silent runner is replaced; if all are, or a learner, the run ends
+    fragment_timeout: float = 300.0  # seconds without a fragment until a runner is replaced; if none sends any, the end
 
     # A2C, A3C
     sync_gradients: bool = True  # A2C: one step with the mean gradient of all runners; else A3C: one step per gradient

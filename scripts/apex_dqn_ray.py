@@ -103,7 +103,7 @@ class Args:
     gpus_per_runner: float = 0.0  # GPUs per runner; may be fractional; policies on frames then run there
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
     runner_restarts: int = 50  # replacements of dead runners allowed, times --num-runners; one more ends the run
-    fragment_timeout: float = 300.0  # seconds until a silent runner is replaced; if all are, or a learner, the run ends
+    fragment_timeout: float = 300.0  # seconds without a fragment until a runner is replaced; if none sends any, the end
 
     # Ape-X
     fragment_steps: int = 64  # steps of each environment in a fragment
@@ -115,7 +115,7 @@ class Args:
     target_network_frequency: int = 100  # updates between two copies of the network to the target network
     batch_size: int = 256  # transitions in one update
     learning_starts: int = 10_000  # environment steps before the first update
-    samples_per_insert: float = 8.0  # transitions sampled per transition added; neither acting nor learning runs ahead
+    samples_per_insert: float = 8.0  # transitions learnt from for each one that arrives; each side waits for the other
     epsilon_base: float = 0.4  # share of random actions in the environment that explores most
     epsilon_exponent: float = 7.0  # the environment that explores least has epsilon_base ** (1 + this)
     priority_exponent: float = 0.6  # alpha in the paper; 0 draws all transitions with equal probability

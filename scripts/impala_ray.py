@@ -105,7 +105,7 @@ class Args:
     gpus_per_learner: float = 0.0  # GPUs per learner, except for this process, which uses --device
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
     runner_restarts: int = 50  # replacements of dead runners allowed, times --num-runners; one more ends the run
-    fragment_timeout: float = 300.0  # seconds until a silent runner is replaced; if all are, or a learner, the run ends
+    fragment_timeout: float = 300.0  # seconds without a fragment until a runner is replaced; if none sends any, the end
 
     # IMPALA
     fragment_steps: int = 32  # steps of each environment in a fragment

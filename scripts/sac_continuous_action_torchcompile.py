@@ -97,7 +97,7 @@ class Args:
     learning_starts: int = 5_000  # environment steps before the first update
     policy_lr: float = 3e-4  # learning rate of the actor
     q_lr: float = 1e-3  # learning rate of the critics, and of the temperature
-    policy_frequency: int = 2  # the actor learns at every n-th update of the critics (SAC's takes n steps then)
+    policy_frequency: int = 2  # the actor learns at every n-th update of the critics, and takes n steps then
     target_network_frequency: int = 1  # updates of the critics for each update of the target networks
     gradient_steps: int | None = None  # updates after each step of all environments; by default one per new transition
     alpha: float = 0.2  # temperature (weight of the entropy) used without --autotune

@@ -242,10 +242,10 @@ def run_and_kill(seed: int, minute: float) -> dict:
             child.wait(0.1)
         start = time.perf_counter()
         while child.wait(KILL_EVERY) is None and time.perf_counter() - start < minute:
-            with contextlib.suppress(OSError):  # the run may have ended meanwhile
-                if alive := workers(child.process.pid):  # none, just as they are replaced
-                    os.kill(alive[kills % len(alive)], signal.SIGKILL)
-                    kills += 1
+            with contextlib.suppress(OSError, ZeroDivisionError):  # the run has ended, or no worker lives just now
+                alive = workers(child.process.pid)
+                os.kill(alive[kills % len(alive)], signal.SIGKILL)
+                kills += 1
             bar.update(KILL_EVERY)
         while child.poll() is None:
             child.wait(1)
