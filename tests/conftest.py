@@ -43,6 +43,7 @@ def no_traces():
     tiny_envs.received.clear()
     torch.set_float32_matmul_precision("highest")  # as a process begins; SAC, TD3 and Atari choose it, PPO does not
     yield
+    helpers.end_started()
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
 

@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -161,10 +162,13 @@ def flags(name: str, **overrides) -> list[str]:
     return ["--no-tensorboard", "--device", "cpu", *(word for pair in named.items() for word in pair)]
 
 
+STARTED = []  # processes of the test that runs now; those that it leaves are killed
+
+
 def start(name: str, *arguments: str, cwd: Path, **environment: str) -> subprocess.Popen:
     """Start a script as a user does, from the folder `cwd`."""
     path = os.pathsep.join([str(TESTS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, ROOT / "scripts" / f"{name}.py", *arguments],
         cwd=cwd,
         env=os.environ | {"PYTHONPATH": path} | environment,
@@ -173,6 +177,24 @@ def start(name: str, *arguments: str, cwd: Path, **environment: str) -> subproce
         text=True,
         start_new_session=True,  # a signal to its process group does not reach the tests
     )
+    STARTED.append(process)
+    return process
+
+
+def end_started() -> None:
+    """Kill the programs that a test started and left, as one that failed does."""
+    while STARTED:
+        process = STARTED.pop()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process, and it is no zombie."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 # Over Ray

@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 from benchmark_helpers import benchmark, benchmark_here, refusal
-from helpers import on_ray
+from helpers import is_alive, on_ray
 
 from benchmarks.common.programs import ROOT
 from benchmarks.learning import cluster_runs, sweep
@@ -125,11 +125,6 @@ def processes_with(word: str) -> set[int]:
     return {int(x) for *ids, command in lines if word in command and "--run-dir run" in command for x in ids}
 
 
-def is_there(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 @on_ray
 def test_runs_end_with_the_sweep(cluster, on_cluster, tmp_path, signum):
@@ -147,9 +142,9 @@ def test_runs_end_with_the_sweep(cluster, on_cluster, tmp_path, signum):
     driver.send_signal(signum)
     _, error = driver.communicate(timeout=60)
     deadline = time.monotonic() + 20
-    while any(map(is_there, started)) and time.monotonic() < deadline:
+    while any(map(is_alive, started)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not any(map(is_there, started))
+    assert not any(map(is_alive, started))
     if signum == signal.SIGKILL:
         done = on_cluster("--resume", "--out", tmp_path)
         assert done.returncode == 0 and states(tmp_path, seed) == ["started", "started", "finished"]

@@ -1,6 +1,5 @@
 """The pool of environments: the rows of each are those it gives alone, whoever is ready first, dies or hangs."""
 
-import contextlib
 import gc
 import itertools
 import multiprocessing
@@ -322,16 +321,6 @@ def workers_of(pid: int) -> list[int]:
     return found
 
 
-def running(pids: list[int]) -> list[int]:
-    """Those that are no zombies."""
-    states = []
-    for pid in pids:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                states.append(pid)
-    return states
-
-
 def named_memory(pids: list[int]) -> set[str]:
     """The files in /dev/shm that processes have mapped, not those of which only the memory is left."""
     lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
@@ -361,9 +350,9 @@ def test_nothing_is_left_of_a_run_that_is_ended(tmp_path, signum, method):
     assert process.returncode == (-signum if signum == signal.SIGKILL else 128 + signum), errors
     assert "Traceback" not in errors
     deadline = time.monotonic() + 5
-    while running(children) and time.monotonic() < deadline:
+    while any(map(helpers.is_alive, children)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not running(children)
+    assert not any(map(helpers.is_alive, children))
     assert not [path for path in memory if Path(path).exists()]
 
 
@@ -406,11 +395,11 @@ def test_a_step_that_does_not_end_is_no_orphan():
     time.sleep(0.5)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    assert running(children)
+    assert any(map(helpers.is_alive, children))
     deadline = time.monotonic() + 5
-    while running(children) and time.monotonic() < deadline:
+    while any(map(helpers.is_alive, children)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not running(children)
+    assert not any(map(helpers.is_alive, children))
 
 
 # What is refused

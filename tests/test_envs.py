@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 import tiny_envs
 import torch
 from gymnasium.spaces import Box
-from helpers import EAGER, ONE_OF_EACH_KIND, ROOT, discrete, has_pool, load, on_policy
+from helpers import EAGER, ONE_OF_EACH_KIND, ROOT, discrete, has_pool, is_alive, load, on_policy
 
 from benchmarks.common.pairs import TABLE
 
@@ -421,13 +420,6 @@ def test_workers_that_hang_end_with_their_parent(tmp_path):
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert len(pids) == 2 and not left
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_mujoco_may_say_that_a_simulation_is_unstable(capfd):

@@ -798,13 +798,6 @@ def command_of(pid: int) -> str:
     return ""
 
 
-def is_running(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    with contextlib.suppress(OSError):
-        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
 @pytest.mark.alone
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_process_outlives_a_run_that_is_stopped(tmp_path, signum):
@@ -822,9 +815,9 @@ def test_no_process_outlives_a_run_that_is_stopped(tmp_path, signum):
     _, error = run.communicate(timeout=60)
     assert run.returncode == (-signum if signum == signal.SIGKILL else 128 + signum)
     deadline = time.monotonic() + 20
-    while any(map(is_running, processes)) and time.monotonic() < deadline:
+    while any(map(helpers.is_alive, processes)) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not any(map(is_running, processes))
+    assert not any(map(helpers.is_alive, processes))
     outcome = helpers.outcome(tmp_path / "run")
     assert outcome.lines[-1]["global_step"] - outcome.checkpoint["global_step"] <= 1500
     assert signum == signal.SIGKILL or "--resume run" in error
