@@ -7,7 +7,7 @@ usage() {
   cat <<'END'
 usage: ./run.sh COMMAND [FLAGS]
 
-  demo [FLAGS]          train PPO on HalfCheetah for one to six minutes; FLAGS go to the script
+  demo [FLAGS]          train PPO on HalfCheetah for one to eight minutes; FLAGS go to the script
   evaluate RUN_DIR      play a run's deterministic policy; --episodes N, --video FILE.mp4, --follow while it trains
   diff PAIR             what a pair differs in, as in `diff ppo`: hunk by hunk, each with its reason
   sweep [FLAGS]         train scripts x variants x seeds and report; --scripts, --seeds, --total-timesteps, --resume,

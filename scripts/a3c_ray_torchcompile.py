@@ -118,7 +118,7 @@ class Args:
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # the gradient is scaled down to this norm, if it is longer
 
-    # compile: two switches, to measure what each of the two steps gains
+    # compile: two switches, so that the gain of each can be measured alone
     compile: bool = True  # fuse the operations of a runner's gradient, and of the learner's step, into a few kernels
     cudagraphs: bool = True  # on CUDA, replay the kernels of each of the two as one graph, in one launch
 
@@ -303,7 +303,7 @@ def make_gradient(args: Args, observation_space: gym.Space, action_space: gym.Sp
         (gradient,) = compiled(device, gradient)
     if args.cudagraphs and device.type == "cuda":
         gradient = CudaGraphModule(gradient, warmup=3)
-    # compile: compiled code and graphs keep the numbers that they read. If one changes, the run ends, compiled or not
+    # compile: compiled code and graphs keep the numbers they read. If one changes, the run ends, with --no-compile too
     return agent, refuse_changes(gradient)
 
 

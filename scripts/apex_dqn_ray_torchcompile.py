@@ -125,7 +125,7 @@ class Args:
     dueling: bool = False  # Q is a state value plus action advantages, each computed by layers of its own
     max_grad_norm: float = 40.0  # the gradient is scaled down to this norm, if it is longer
 
-    # compile: two switches, to measure what each of the two steps gains
+    # compile: two switches, so that the gain of each can be measured alone
     compile: bool = True  # fuse the operations of an update, from target to Adam, into a few kernels
     cudagraphs: bool = True  # on CUDA, replay the kernels of an update as one graph, in one launch
 
@@ -375,7 +375,7 @@ def train(args: Args) -> Path:
     # compile: an update becomes a CUDA graph: its first two calls run normally, the third records, later ones replay
     if args.cudagraphs and device.type == "cuda":
         update = CudaGraphModule(update, warmup=3)
-    # compile: compiled code and graphs keep the numbers that they read. If one changes, the run ends, compiled or not
+    # compile: compiled code and graphs keep the numbers they read. If one changes, the run ends, with --no-compile too
     update = refuse_changes(update)
 
     saved = {"replay": replay} if args.save_replay and not args.replay_shards else {}

@@ -101,7 +101,7 @@ class Args:
     train_frequency: int = 10  # environment steps per update
     double_dqn: bool = False  # choose the next action with the online network, not with the target network
 
-    # compile: two switches, to measure what each of the two steps gains
+    # compile: two switches, so that the gain of each can be measured alone
     compile: bool = True  # fuse the operations of an update, from sampling to Adam, into a few kernels
     cudagraphs: bool = True  # on CUDA, replay the kernels of an update as one graph, in one launch
 
@@ -177,7 +177,7 @@ def train(args: Args) -> Path:
     # compile: an update becomes a CUDA graph: its first two calls run normally, the third records, later ones replay
     if args.cudagraphs and device.type == "cuda":
         update = CudaGraphModule(update, warmup=3)
-    # compile: compiled code and graphs keep the numbers that they read. If one changes, the run ends, compiled or not
+    # compile: compiled code and graphs keep the numbers they read. If one changes, the run ends, with --no-compile too
     update = refuse_changes(update)
 
     buffers = {"buffer": buffer} if args.save_replay else {}

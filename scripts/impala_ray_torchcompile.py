@@ -122,7 +122,7 @@ class Args:
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # the gradient is scaled down to this norm, if it is longer
 
-    # compile: two switches, to measure what each of the two steps gains
+    # compile: two switches, so that the gain of each can be measured alone
     compile: bool = True  # fuse the operations of an update, from V-trace to Adam, into a few kernels
     cudagraphs: bool = True  # on CUDA, replay the kernels of an update as one graph, in one launch
 
@@ -372,7 +372,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
     # compile: an update becomes one CUDA graph: its first two calls run normally, the third records, later calls replay
     if args.cudagraphs and device.type == "cuda":
         functions = [CudaGraphModule(function, warmup=3) for function in functions]
-    # compile: compiled code and graphs keep the numbers that they read. If one changes, the run ends, compiled or not
+    # compile: compiled code and graphs keep the numbers they read. If one changes, the run ends, with --no-compile too
     functions = [refuse_changes(function) for function in functions]
     gradient, descend, update = (*functions, update) if add_up else (gradient, descend, *functions)
     return agent, optimizer, partial(learn_in_stretches, args, device, update)

@@ -112,7 +112,7 @@ class Args:
     clip_coef: float = 0.2  # epsilon of the clipped objective
     clip_vloss: bool = True  # clip the value function's change in the same way
     ent_coef: float = 0.01  # weight of the entropy bonus, c2 in the paper
-    vf_coef: float = 0.5  # weight of the value loss, c1 in the paper
+    vf_coef: float = 0.5  # weight of the value loss, which is half the squared error
     max_grad_norm: float = 0.5  # the gradient is scaled down to this norm, if it is longer
     target_kl: float | None = None  # stop the epochs on a rollout once an epoch's mean approx_kl exceeds this
 

@@ -113,11 +113,11 @@ class Args:
     clip_coef: float = 0.2  # epsilon of the clipped objective
     clip_vloss: bool = True  # clip the value function's change in the same way
     ent_coef: float = 0.01  # weight of the entropy bonus, c2 in the paper
-    vf_coef: float = 0.5  # weight of the value loss, c1 in the paper
+    vf_coef: float = 0.5  # weight of the value loss, which is half the squared error
     max_grad_norm: float = 0.5  # the gradient is scaled down to this norm, if it is longer
     target_kl: float | None = None  # stop the epochs on a rollout once an epoch's mean approx_kl exceeds this
 
-    # compile: two switches, to measure what each of the two steps gains
+    # compile: two switches, so that the gain of each can be measured alone
     compile: bool = True  # fuse the operations of a minibatch's update, from gather to Adam, into a few kernels
     cudagraphs: bool = True  # on CUDA, replay the estimate, and an epoch, each as one graph
 
@@ -323,7 +323,7 @@ def train(args: Args) -> Path:
     # compile: each becomes one CUDA graph: its first two calls run normally, the third records, later calls replay
     if args.cudagraphs and device.type == "cuda":
         estimate, update_epoch = (CudaGraphModule(f, warmup=3) for f in (estimate, update_epoch))
-    # compile: compiled code and graphs keep the numbers that they read. If one changes, the run ends, compiled or not
+    # compile: compiled code and graphs keep the numbers they read. If one changes, the run ends, with --no-compile too
     estimate, update_epoch = map(refuse_changes, (estimate, update_epoch))
 
     run.open(pool, agent=agent, optimizer=optimizer)

@@ -123,11 +123,11 @@ class Args:
     clip_coef: float = 0.2  # epsilon of the clipped objective
     clip_vloss: bool = True  # clip the value function's change in the same way
     ent_coef: float = 0.01  # weight of the entropy bonus, c2 in the paper
-    vf_coef: float = 0.5  # weight of the value loss, c1 in the paper
+    vf_coef: float = 0.5  # weight of the value loss, which is half the squared error
     max_grad_norm: float = 0.5  # the gradient is scaled down to this norm, if it is longer
     target_kl: float | None = None  # stop the epochs on a rollout once an epoch's mean approx_kl exceeds this
 
-    # compile: two switches, to measure what each of the two steps gains
+    # compile: two switches, so that the gain of each can be measured alone
     compile: bool = True  # fuse the operations of a minibatch's update, from gather to Adam, into a few kernels
     cudagraphs: bool = True  # on CUDA, replay the estimate, and an epoch, each as one graph
 
@@ -353,7 +353,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         (update_minibatch,) = compiled(device, update_minibatch)
     # compile: each becomes one CUDA graph: its first two calls run normally, the third records, later calls replay
     replayed = partial(CudaGraphModule, warmup=3) if args.cudagraphs and device.type == "cuda" else lambda x: x
-    # compile: compiled code and graphs keep the numbers that they read. If one changes, the run ends, compiled or not
+    # compile: compiled code and graphs keep the numbers they read. If one changes, the run ends, with --no-compile too
     estimate = refuse_changes(replayed(estimate))
     if add_up:
         gradient, descend = refuse_changes(replayed(gradient)), refuse_changes(replayed(descend))

@@ -91,7 +91,7 @@ class Args:
     gamma: float = 0.99  # discount factor
     tau: float = 0.005  # target networks: target <- (1 - tau) * target + tau * online
     batch_size: int = 256  # transitions in one update
-    learning_starts: int = 5_000  # environment steps before the first update
+    learning_starts: int = 5_000  # environment steps, with random actions, before the first update
     policy_lr: float = 3e-4  # learning rate of the actor
     q_lr: float = 1e-3  # learning rate of the critics, and of the temperature
     policy_frequency: int = 2  # the actor learns at every n-th update of the critics, and takes n steps then
@@ -115,7 +115,7 @@ CHANGEABLE = "gamma", "tau", "batch_size", "policy_lr", "q_lr", "policy_frequenc
 
 
 class RoundedLinear(nn.Linear):
-    """A linear layer whose product is computed in bfloat16: (B, I) -> (B, O), both float32, as its weights are."""
+    """A linear layer that multiplies in bfloat16: (B, inputs) -> (B, outputs), both float32, as its weights are."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x.bfloat16(), self.weight.bfloat16(), self.bias.bfloat16()).to(x.dtype)
@@ -213,7 +213,7 @@ def train(args: Args) -> Path:
     target_critics = deepcopy(critics)
     actor_optimizer, critic_optimizer = Adam(actor, args.policy_lr), Adam(critics, args.q_lr)
     alpha_optimizer, target_weights = Adam(temperature, args.q_lr), list(target_critics.parameters())
-    layer_buffers = [*zip(target_critics.buffers(), critics.buffers(), strict=True)]  # by default there are none
+    layer_buffers = [*zip(target_critics.buffers(), critics.buffers(), strict=True)]  # as BatchNorm has; here none
     num_updates = torch.tensor(run.num_updates, device=device)  # on the device: CUDA graphs read its current value
     buffer = ReplayBuffer(args.buffer_size, envs.obs_dim, action_dim, device)
 
@@ -223,7 +223,7 @@ def train(args: Args) -> Path:
         return actor.sample(inputs[:, :-action_dim], inputs[:, -action_dim:])[0]
 
     def step_critics() -> tuple[Tensor, ...]:
-        """One step on the soft Bellman error of both critics, twice equation (5) -> the batch's obs, 5 metrics."""
+        """One step on the soft Bellman error of both critics, (5) without its 1/2 -> the batch's obs, 5 metrics."""
         obs, action, reward, next_obs, terminated = buffer.sample(args.batch_size)
         with torch.no_grad():
             next_action, next_log_prob = actor.sample(next_obs)
@@ -282,7 +282,7 @@ def train(args: Args) -> Path:
         run.episodes += statistics.update(reward[None], done[None], valid[None])
         run.step += num_rows
         num_due = (args.gradient_steps or num_rows) if num_rows and run.step > first_update else 0
-        # If only the critics learn now, the policy acts first, so that a GPU learns while the environment steps
+        # If the actor does not learn now, ask for the next action already: a GPU learns while the environment steps
         if 0 < num_due < args.policy_frequency - run.num_updates % args.policy_frequency and not run.is_due():
             courier.ask(obs)
 

@@ -94,7 +94,7 @@ class Args:
     gamma: float = 0.99  # discount factor
     tau: float = 0.005  # target networks: target <- (1 - tau) * target + tau * online
     batch_size: int = 256  # transitions in one update
-    learning_starts: int = 5_000  # environment steps before the first update
+    learning_starts: int = 5_000  # environment steps, with random actions, before the first update
     policy_lr: float = 3e-4  # learning rate of the actor
     q_lr: float = 1e-3  # learning rate of the critics, and of the temperature
     policy_frequency: int = 2  # the actor learns at every n-th update of the critics, and takes n steps then
@@ -105,7 +105,7 @@ class Args:
     matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"  # auto: TF32 on CUDA, else float32
     bf16: bool = False  # compute inner layers in bfloat16; weights, first and last layers and loss stay in float32
 
-    # compile: two switches, to measure what each of the two steps gains
+    # compile: two switches, so that the gain of each can be measured alone
     compile: bool = True  # fuse the operations of an update, and those of acting, into a few kernels
     cudagraphs: bool = True  # on CUDA, replay the kernels of an update, or of acting, as one graph, in one launch
 
@@ -122,7 +122,7 @@ CHANGEABLE = "gamma", "tau", "batch_size", "policy_lr", "q_lr", "policy_frequenc
 
 
 class RoundedLinear(nn.Linear):
-    """A linear layer whose product is computed in bfloat16: (B, I) -> (B, O), both float32, as its weights are."""
+    """A linear layer that multiplies in bfloat16: (B, inputs) -> (B, outputs), both float32, as its weights are."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x.bfloat16(), self.weight.bfloat16(), self.bias.bfloat16()).to(x.dtype)
@@ -231,7 +231,7 @@ def train(args: Args) -> Path:
     refuse_layers(critics, target_critics)  # compile: a stack has none, so a loop over them would change nothing
     actor_optimizer, critic_optimizer = Adam(actor, args.policy_lr), Adam(critics, args.q_lr)
     alpha_optimizer, target_weights = Adam(temperature, args.q_lr), list(target_critics.parameters())
-    layer_buffers = [*zip(target_critics.buffers(), critics.buffers(), strict=True)]  # by default there are none
+    layer_buffers = [*zip(target_critics.buffers(), critics.buffers(), strict=True)]  # as BatchNorm has; here none
     num_updates = torch.tensor(run.num_updates, device=device)  # on the device: CUDA graphs read its current value
     buffer = ReplayBuffer(args.buffer_size, envs.obs_dim, action_dim, device)
 
@@ -241,7 +241,7 @@ def train(args: Args) -> Path:
         return actor.sample(inputs[:, :-action_dim], inputs[:, -action_dim:])[0]
 
     def step_critics() -> tuple[Tensor, ...]:
-        """One step on the soft Bellman error of both critics, twice equation (5) -> the batch's obs, 5 metrics."""
+        """One step on the soft Bellman error of both critics, (5) without its 1/2 -> the batch's obs, 5 metrics."""
         obs, action, reward, next_obs, terminated = buffer.sample(args.batch_size)
         with torch.no_grad():
             next_action, next_log_prob = actor.sample(next_obs)
@@ -283,7 +283,7 @@ def train(args: Args) -> Path:
     # compile: an update, of one or several steps, becomes one CUDA graph: its third call records, all later ones replay
     if args.cudagraphs and device.type == "cuda":
         act, update_critics, update_both = (CudaGraphModule(f, warmup=3) for f in (act, update_critics, update_both))
-    # compile: compiled code and graphs keep the numbers that they read. If one changes, the run ends, compiled or not
+    # compile: compiled code and graphs keep the numbers they read. If one changes, the run ends, with --no-compile too
     act, update_critics, update_both = map(refuse_changes, (act, update_critics, update_both))
 
     run.open(
@@ -310,7 +310,7 @@ def train(args: Args) -> Path:
         run.episodes += statistics.update(reward[None], done[None], valid[None])
         run.step += num_rows
         num_due = (args.gradient_steps or num_rows) if num_rows and run.step > first_update else 0
-        # If only the critics learn now, the policy acts first, so that a GPU learns while the environment steps
+        # If the actor does not learn now, ask for the next action already: a GPU learns while the environment steps
         if 0 < num_due < args.policy_frequency - run.num_updates % args.policy_frequency and not run.is_due():
             courier.ask(obs)
 

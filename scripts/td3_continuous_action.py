@@ -91,7 +91,7 @@ class Args:
     gamma: float = 0.99  # discount factor
     tau: float = 0.005  # target networks: target <- (1 - tau) * target + tau * online
     batch_size: int = 256  # transitions in one update
-    learning_starts: int = 25_000  # environment steps before the first update
+    learning_starts: int = 25_000  # environment steps, with random actions, before the first update
     policy_frequency: int = 2  # the actor and the target networks learn at every n-th update of the critics
     gradient_steps: int | None = None  # updates after each step of all environments; by default one per new transition
     exploration_noise: float = 0.1  # std of the noise on actions taken, as a fraction of half the action's range
@@ -115,7 +115,7 @@ CHANGEABLE = (
 
 
 class RoundedLinear(nn.Linear):
-    """A linear layer whose product is computed in bfloat16: (B, I) -> (B, O), both float32, as its weights are."""
+    """A linear layer that multiplies in bfloat16: (B, inputs) -> (B, outputs), both float32, as its weights are."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x.bfloat16(), self.weight.bfloat16(), self.bias.bfloat16()).to(x.dtype)

@@ -94,7 +94,7 @@ class Args:
     gamma: float = 0.99  # discount factor
     tau: float = 0.005  # target networks: target <- (1 - tau) * target + tau * online
     batch_size: int = 256  # transitions in one update
-    learning_starts: int = 25_000  # environment steps before the first update
+    learning_starts: int = 25_000  # environment steps, with random actions, before the first update
     policy_frequency: int = 2  # the actor and the target networks learn at every n-th update of the critics
     gradient_steps: int | None = None  # updates after each step of all environments; by default one per new transition
     exploration_noise: float = 0.1  # std of the noise on actions taken, as a fraction of half the action's range
@@ -103,7 +103,7 @@ class Args:
     matmul_precision: Literal["auto", "highest", "high", "medium"] = "auto"  # auto: TF32 on CUDA, else float32
     bf16: bool = False  # compute inner layers in bfloat16; weights, first and last layers and loss stay in float32
 
-    # compile: two switches, to measure what each of the two steps gains
+    # compile: two switches, so that the gain of each can be measured alone
     compile: bool = True  # fuse the operations of an update, and those of acting, into a few kernels
     cudagraphs: bool = True  # on CUDA, replay the kernels of an update, or of acting, as one graph, in one launch
 
@@ -122,7 +122,7 @@ CHANGEABLE = (
 
 
 class RoundedLinear(nn.Linear):
-    """A linear layer whose product is computed in bfloat16: (B, I) -> (B, O), both float32, as its weights are."""
+    """A linear layer that multiplies in bfloat16: (B, inputs) -> (B, outputs), both float32, as its weights are."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x.bfloat16(), self.weight.bfloat16(), self.bias.bfloat16()).to(x.dtype)
@@ -248,7 +248,7 @@ def train(args: Args) -> Path:
     # compile: an update, of one or several steps, becomes one CUDA graph: its third call records, all later ones replay
     if args.cudagraphs and device.type == "cuda":
         act, update_critics, update_both = (CudaGraphModule(f, warmup=3) for f in (act, update_critics, update_both))
-    # compile: compiled code and graphs keep the numbers that they read. If one changes, the run ends, compiled or not
+    # compile: compiled code and graphs keep the numbers they read. If one changes, the run ends, with --no-compile too
     act, update_critics, update_both = map(refuse_changes, (act, update_critics, update_both))
 
     run.open(

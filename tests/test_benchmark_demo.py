@@ -43,7 +43,7 @@ def test_demo_stopped_says_how_to_go_on_and_goes_on(tmp_path, capfd):
 def test_demo_hands_on_help(capfd):
     shown = benchmark_here(capfd, "demo", "--help")
     assert shown.returncode == 0 and "--num-minibatches" in shown.stdout
-    assert shown.stdout.startswith("Train PPO on HalfCheetah for one to six minutes")
+    assert shown.stdout.startswith("Train PPO on HalfCheetah for one to eight minutes")
     assert "Proximal Policy Optimization (PPO) for continuous actions" in shown.stdout
     assert "    python ppo_continuous_action_torchcompile.py --env-id" in shown.stdout
 

@@ -19,9 +19,9 @@ from benchmarks.common.pairs import TABLE
 OWN_NAMES = {"Args", "ActorCritic", "Actor", "Critic", "QNetwork", "Runner", "load_policy", "train"}
 # Args whose help differs for a reason: the kind of actions; PPO trains in whole rollouts; between two updates of target
 # networks DQN counts steps, SAC updates; what a graph comprises; who steps environments while others act; the symbols
-# of a paper; what a learner's share is; which layers are rounded; what else waits for the actor's turn
+# of a paper; what a learner's share is; which layers are rounded; what else waits for the actor; what acts at random
 OWN_HELP = {"env_id", "total_timesteps", "target_network_frequency", "compile", "cudagraphs", "async_envs"}
-OWN_HELP |= {"ent_coef", "vf_coef", "num_learners", "bf16", "policy_frequency"}
+OWN_HELP |= {"ent_coef", "vf_coef", "num_learners", "bf16", "policy_frequency", "learning_starts"}
 # What a twin may write in another way; over Ray, a learner is made in several processes
 CHANGED = {"Args", "train", "make_learner", "make_gradient"}
 # Compiled twins alone have these, the same text in all of them: to compile with one set of options, and to refuse what

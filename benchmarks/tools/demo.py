@@ -1,9 +1,9 @@
-"""Train PPO on HalfCheetah for one to six minutes, compiled, and draw its learning curve: ./run.sh demo [FLAGS].
+"""Train PPO on HalfCheetah for one to eight minutes, compiled, and draw its learning curve: ./run.sh demo [FLAGS].
 
 FLAGS go to scripts/ppo_continuous_action_torchcompile.py; `--help` lists them. They come last, so they override.
 
 Measures: nothing that a benchmark would: the speed and the return of this run, which it prints at the end.
-Takes: one to six minutes, half a minute of them to compile if there is no cache yet.
+Takes: one to eight minutes, half a minute of them to compile if there is no cache yet.
 Leaves: runs/demo__TIME, or --run-dir, with what a run leaves and learning_curve.png.
 """
 

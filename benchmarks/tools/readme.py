@@ -266,7 +266,7 @@ def score_section() -> list[str]:
     if records:
         lines += [
             "The speedrun board: the fastest settings of our own scripts that reach a score with 9 of 10 seeds. Times",
-            "as fast: by the seconds for each run that got there, in which those count that did not.",
+            "as fast: by the seconds of all runs, also of those that did not get there, for each one that did.",
             "",
         ]
         lines += [*speedrun.board(records), "[How each was measured](benchmarks/results/speedrun/speedrun.md).", ""]
@@ -503,7 +503,10 @@ def search_section() -> list[str]:
         all_checks += rows[-1][-1].split("; ") if checks else []
     header = ["`./run.sh tune` of", "drawn from", "scheduler", "trials", "searches", "best trial's return: IQM [95 %]"]
     header += ["steps, of the rows of full runs", "best settings less default ones, on fresh seeds [95 %]"]
-    same = ["Equal differences are of the same settings, which several searches found, and of one check.", ""]
+    same = [
+        "Where two rows have the same difference, both searches found the same settings, checked once.",
+        "",
+    ]
     same *= len(set(all_checks)) < len(all_checks)
     return [*table(header, rows), "", *same, *sources(results), ""] if rows else []
 
