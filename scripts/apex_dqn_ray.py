@@ -103,7 +103,7 @@ class Args:
     gpus_per_runner: float = 0.0  # GPUs per runner; may be fractional; policies on frames then run there
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
     runner_restarts: int = 50  # replacements of dead runners allowed, times --num-runners; one more ends the run
-    fragment_timeout: float = 300.0  # seconds without a fragment until a runner is replaced; if none sends any, the end
+    fragment_timeout: float = 300.0  # seconds until a silent runner is replaced; if all are, or a learner, the run ends
 
     # Ape-X
     fragment_steps: int = 64  # steps of each environment in a fragment
@@ -1358,8 +1358,8 @@ def start_ray(args: Args):
 
 def versions() -> dict[str, str]:
     """Versions of the packages that runners and learners must agree on."""
-    names = ("torch", "numpy", "gymnasium", "envpool", "mujoco", "ale_py", "ray")
-    installed = [name for name in names if importlib.util.find_spec(name)]
+    names = ("torch", "numpy", "gymnasium", "envpool", "mujoco", "ray")
+    installed = [name for name in names if [*distributions(name=name)]]
     return {"python": sys.version.split()[0]} | {name: version(name).partition("+")[0] for name in installed}
 
 
@@ -1585,15 +1585,16 @@ class RayRunners(Runners):
     def bury(self, index: int, error: Exception) -> None:
         """Replace a runner that died or raised; end the run if that happens repeatedly."""
         cause, summary = getattr(error, "cause", None), cause_of(error)
+        address = str(error).replace(" ip=", "\tip: ").partition("\tip: ")[2]  # of an exception, or of a death
+        host = address.replace(",", "\n").partition("\n")[0]
         if cause is not None and not self.alive and not self.restarts:
-            fail(summary)
+            fail(summary + f"; on {host}" * bool(host and self.args.ray_address))
         # By name, as it comes from another process. A runner that can't start may find its simulator the next time
         if type(cause).__name__ == "Refused" and index in self.alive:
             self.stop(f"runner {index} ({self.places[index]}): {summary}")
         if cause is not None and summary not in self.told:  # the traceback, of each exception once
             tqdm.write(str(error), file=sys.stderr)
             self.told.add(summary)
-        host = str(error).partition(" ip=")[2].partition(",")[0]
         place = self.places.pop(index, f"not yet up, on {host}" if host else "not yet up")
         death = f"runner {index} ({place}) died: {summary}"
         self.alive.discard(index)
@@ -1604,7 +1605,8 @@ class RayRunners(Runners):
         if self.failures[index] == 3:
             self.stop(f"{death}; so it did 3 times without a fragment in between")
         if self.restarts == self.args.runner_restarts * self.args.num_runners:
-            self.stop(f"{death}; --runner-restarts are used up, {self.args.runner_restarts} for each runner")
+            number = f"--runner-restarts {self.args.runner_restarts} times --num-runners {self.args.num_runners}"
+            self.stop(f"{death}; all {self.restarts} restarts are used up, {number}")
         self.restarts += 1
         tqdm.write(f"{death}; restart {self.restarts}", file=sys.stderr)
         self.start(index)
@@ -1812,7 +1814,8 @@ class ReplayShards(Replay):
             self.runners.stop(f"replay shard {index}: {cause_of(error)}")
         death = f"replay shard {index} died: {cause_of(error)}; {self.held(index):,} transitions are lost"
         if self.restarts == self.args.runner_restarts * self.args.replay_shards:
-            self.runners.stop(f"{death}; --runner-restarts are used up, {self.args.runner_restarts} for each shard")
+            number = f"--runner-restarts {self.args.runner_restarts} times --replay-shards {self.args.replay_shards}"
+            self.runners.stop(f"{death}; all {self.restarts} restarts are used up, {number}")
         self.restarts, self.num_lost = self.restarts + 1, self.num_lost + self.held(index)
         tqdm.write(f"{death}; restart {self.restarts}", file=sys.stderr)
         self.adding = {reference: other for reference, other in self.adding.items() if other != index}

@@ -1109,6 +1109,8 @@ class Pool:
                 self.listen()
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)  # ends the workers, too
+        except OSError as error:  # too many open files, or processes
+            fail(f"can't start {args.num_workers} worker processes: {error}")
         self.ready, self.is_up = [], True
 
     def envs_of(self, index: int) -> slice:
@@ -1139,8 +1141,10 @@ class Pool:
                 fail(f"{self.args.env_id} has actions {self.action_space}; this script takes Discrete or float actions")
             self.obs_dim, row = gym.spaces.flatdim(self.observation_space), row_type(*self.spaces)
             warn_of_pixels(self.observation_space, self.obs_dim)
-            self.memory = tempfile.TemporaryFile(dir="/dev/shm" if Path("/dev/shm").exists() else None)  # has no name
             try:
+                self.memory = tempfile.TemporaryFile(
+                    dir="/dev/shm" if Path("/dev/shm").exists() else None
+                )  # has no name
                 self.memory.write(bytes(self.num_envs * row.itemsize))  # takes the room, which `truncate` would not
                 self.memory.flush()
             except OSError as error:

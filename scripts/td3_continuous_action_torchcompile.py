@@ -95,7 +95,7 @@ class Args:
     tau: float = 0.005  # target networks: target <- (1 - tau) * target + tau * online
     batch_size: int = 256  # transitions in one update
     learning_starts: int = 25_000  # environment steps, with random actions, before the first update
-    policy_frequency: int = 2  # the actor and the target networks learn at every n-th update of the critics
+    policy_frequency: int = 2  # updates of the critics for each one of the actor and the target networks
     gradient_steps: int | None = None  # updates after each step of all environments; by default one per new transition
     exploration_noise: float = 0.1  # std of the noise on actions taken, as a fraction of half the action's range
     policy_noise: float = 0.2  # std of the noise on target actions (target policy smoothing), in the same unit

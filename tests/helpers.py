@@ -185,9 +185,9 @@ def end_started() -> None:
     """Kill the programs that a test started and left, as one that failed does."""
     while STARTED:
         process = STARTED.pop()
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its workers, too, if it has ended before them
+        process.wait(10)
 
 
 def is_alive(pid: int) -> bool:

@@ -464,6 +464,11 @@ def test_memory_for_rows_that_is_not_there_is_refused(refused, monkeypatch):
     assert re.search(r"no [\d,]+ bytes for the rows of 2 environments: .*No space left", refused(num_workers=2))
 
 
+def test_workers_that_cannot_be_started_are_refused(refused, monkeypatch):
+    monkeypatch.setattr(POOL.Pool, "start", mock.Mock(side_effect=OSError(24, "Too many open files")))
+    assert "can't start 2 worker processes: [Errno 24] Too many open files" in refused(num_workers=2)
+
+
 def test_layouts_that_cannot_work_are_refused(refused):
     assert "--ready-batch 5 is more than there are environments, 4" in refused(
         num_workers=2, envs_per_worker=2, ready_batch=5

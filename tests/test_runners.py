@@ -251,16 +251,16 @@ def test_a_run_ends_once_its_restarts_are_used_up(name, capsys):
         with pytest.raises(SystemExit) if death == 2 else nullcontext():
             runners.bury(0, RuntimeError("it died"))
     assert runners.start.call_count == runners.restarts == 2
-    expected = "runner 0 (here) died: RuntimeError: it died; --runner-restarts are used up, 1 for each runner"
-    assert expected in capsys.readouterr().err
+    why = "all 2 restarts are used up, --runner-restarts 1 times --num-runners 2"
+    assert f"runner 0 (here) died: RuntimeError: it died; {why}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", RAY)
-def test_the_machine_of_a_runner_that_cannot_start_is_named(name):
-    """As Ray's error does: one machine of many may lack a simulator."""
+def test_the_machine_of_a_runner_that_cannot_start_is_named(name, capsys):
+    """As Ray's error does: one machine of many may lack a simulator, and its runner may be the first to answer."""
     script, stopped = load(name), []
     runners = object.__new__(script.RayRunners)
-    runners.args, runners.restarts, runners.told = script.Args(num_runners=2), 2, set()
+    runners.args, runners.restarts, runners.told = script.Args(num_runners=2, ray_address="auto"), 2, set()
     runners.alive, runners.in_flight, runners.actors, runners.ray = {1}, {}, [None], mock.Mock()
     runners.places, runners.failures, runners.pending, runners.stop = {}, [2], [0], stopped.append
     runners.start = mock.Mock()
@@ -268,6 +268,15 @@ def test_the_machine_of_a_runner_that_cannot_start_is_named(name):
     error.cause = OSError("no licence")
     runners.bury(0, error)
     assert stopped[0].startswith("runner 0 (not yet up, on 10.0.0.8) died: OSError: no licence; so it did 3 times")
+    runners.failures = [2]
+    runners.bury(
+        0, RuntimeError("The actor died.\n\tpid: 7\n\tip: 10.0.0.9\nexit detail: it was killed. Common causes")
+    )
+    assert stopped[1].startswith("runner 0 (not yet up, on 10.0.0.9) died: RuntimeError: it was killed; so")
+    runners.alive, runners.restarts = set(), 0
+    with pytest.raises(SystemExit):
+        runners.bury(0, error)
+    assert "error: OSError: no licence; on 10.0.0.8\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", RAY)

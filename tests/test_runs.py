@@ -374,7 +374,7 @@ def test_broken_worker_ends_the_run(tmp_path, event, reason):
 
 @pytest.mark.parametrize("num_envs", [1, 2])
 def test_infos_that_do_not_fit_together_do_not_end_the_run(train, num_envs):
-    """Two workers send arrays of two lengths, which Gymnasium can't put into one; no metric needs them."""
+    """Each step's has an array of another length, which Gymnasium can't put together; no metric needs it."""
     run = train("ppo", env_id="tiny_envs:Ragged-v0", num_envs=num_envs, num_minibatches=1)
     assert run.steps()[-1] >= 200
 

@@ -177,7 +177,7 @@ TABLE = {
         goal=(30, 200),
         learn_value=PPO_VALUE,
         most_above=410,
-        most_lines=1440,
+        most_lines=1445,
     ),
     "impala_ray": Pair(
         peers="impala",  # it acts as ppo does
@@ -209,7 +209,7 @@ TABLE = {
               "target_network_frequency": 200, "learning_rate": 1e-3, "log_every": 1000},
         goal=(30, 120),
         most_above=424,
-        most_lines=2242,  # runners and replay shards on Ray
+        most_lines=2250,  # runners and replay shards on Ray
         own_texts=("Runner", "check_actions", "warn_of_pixels"),  # epsilons, n-step returns; it has convolutions
     ),
     "a3c_ray": Pair(  # it acts as ppo does

@@ -221,7 +221,11 @@ def claim(folder: Path) -> None:
 
 def short(name: str) -> str:
     """A name for a file, of which file systems take 255 bytes: the end of a longer one becomes its checksum."""
-    return name if len(name.encode()) <= 200 else f"{name[:100]}_{zlib.crc32(name.encode()):08x}"
+    return (
+        name
+        if len(name.encode()) <= 200
+        else f"{name.encode()[:100].decode(errors='ignore')}_{zlib.crc32(name.encode()):08x}"
+    )
 
 
 class Target:
