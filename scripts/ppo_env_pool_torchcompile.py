@@ -1141,10 +1141,9 @@ class Pool:
                 fail(f"{self.args.env_id} has actions {self.action_space}; this script takes Discrete or float actions")
             self.obs_dim, row = gym.spaces.flatdim(self.observation_space), row_type(*self.spaces)
             warn_of_pixels(self.observation_space, self.obs_dim)
+            folder = "/dev/shm" if Path("/dev/shm").exists() else None
             try:
-                self.memory = tempfile.TemporaryFile(
-                    dir="/dev/shm" if Path("/dev/shm").exists() else None
-                )  # has no name
+                self.memory = tempfile.TemporaryFile(dir=folder)  # has no name
                 self.memory.write(bytes(self.num_envs * row.itemsize))  # takes the room, which `truncate` would not
                 self.memory.flush()
             except OSError as error:

@@ -231,7 +231,7 @@ def train(args: Args) -> Path:
     refuse_layers(critics, target_critics)  # compile: a stack has none, so a loop over them would change nothing
     actor_optimizer, critic_optimizer = Adam(actor, args.policy_lr), Adam(critics, args.q_lr)
     alpha_optimizer, target_weights = Adam(temperature, args.q_lr), list(target_critics.parameters())
-    layer_buffers = [*zip(target_critics.buffers(), critics.buffers(), strict=True)]  # as BatchNorm has; here none
+    layer_buffers = [*zip(target_critics.buffers(), critics.buffers(), strict=True)]  # of BatchNorm, say; here none
     num_updates = torch.tensor(run.num_updates, device=device)  # on the device: CUDA graphs read its current value
     buffer = ReplayBuffer(args.buffer_size, envs.obs_dim, action_dim, device)
 

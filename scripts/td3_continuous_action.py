@@ -247,7 +247,7 @@ def train(args: Args) -> Path:
         run.episodes += statistics.update(reward[None], done[None], valid[None])
         run.step += num_rows
         num_due = (args.gradient_steps or num_rows) if num_rows and run.step > first_update else 0
-        # If only the critics learn now, the policy acts first, so that a GPU learns while the environment steps
+        # If the actor does not learn now, ask for the next action already: a GPU learns while the environment steps
         if 0 < num_due < args.policy_frequency - run.num_updates % args.policy_frequency and not run.is_due():
             courier.ask(obs)
 
