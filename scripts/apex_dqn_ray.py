@@ -24,7 +24,7 @@ of V environments, with n-step returns and initial priorities. The learner (this
 learns from samples by priority, a fixed number per transition. --num-runners 0: all in this process, reproducibly.
 
 Departures from the paper: Adam instead of RMSProp; a new fragment replaces the oldest at once; runners get weights with
-each request; priorities are written up to 32 updates late. Returns are logged where epsilon is below 1 % or smallest.
+each request; priorities are written up to 31 updates late. Returns are logged where epsilon is below 1 % or smallest.
 
 Reading order: settings, network, formulas; `PrioritizedReplay`, `Runner`; `train`, which joins them. Then plumbing.
 """
@@ -102,8 +102,8 @@ class Args:
     cpus_per_runner: float = 1.0  # CPU cores that Ray reserves per runner; may be fractional
     gpus_per_runner: float = 0.0  # GPUs per runner; may be fractional; policies on frames then run there
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
-    runner_restarts: int = 50  # replacements of dead runners allowed, times --num-runners; one more ends the run
-    fragment_timeout: float = 300.0  # seconds until a silent runner is replaced; if all are, or a learner, the run ends
+    runner_restarts: int = 50  # dead runners are replaced, up to this times --num-runners; one more ends the run
+    fragment_timeout: float = 300.0  # silent for so many seconds: a runner is replaced; all of them: the run ends
 
     # Ape-X
     fragment_steps: int = 64  # steps of each environment in a fragment
@@ -384,6 +384,7 @@ def train(args: Args) -> Path:
             run.num_updates, owed = run.num_updates + 1, owed - 1
             if run.num_updates % args.target_network_frequency == 0:
                 move_towards(list(target_network.parameters()), optimizer.weights)
+            run.stop_if_asked()
         owed %= 1  # samples missing because of dead shards are not made up for
         runners.publish(run.num_updates, get_weights(network))
 
@@ -464,6 +465,7 @@ class Adam(nn.Module):
     uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` would do nothing; `clip` them before.
+    To begin anew, set `exp_avg`, `exp_avg_sq` and `steps` to 0 and `beta_powers` to 1: compiled code reads the last.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -585,7 +587,7 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     try:  # one row on its own, since layers may look at the whole batch
         check_same(np.concatenate([acting(obs[:1]), acting(obs[1:])]), learning(torch.from_numpy(obs)), obs)
     except (ValueError, IndexError) as error:  # such as BatchNorm's for a single row
-        fail(f"the policy can't act: {error}")
+        fail(f"the policy can't act: {error} (at random observations; if it need not, leave `check_policy` out)")
     finally:
         torch._foreach_copy_(state, first)
         for part, attributes in zip(parts, kept, strict=True):
@@ -1239,7 +1241,8 @@ class Runners:
         counts["queue"] = float(np.mean(self.queue))
         staleness = {"staleness": float(np.mean(self.staleness)), "staleness_max": max(self.staleness)}
         self.queue, self.staleness = [], []
-        return {f"runners/{name}": x for name, x in (counts | staleness).items()} | shares
+        updates = {"charts/updates": self.run.num_updates}
+        return updates | {f"runners/{name}": x for name, x in (counts | staleness).items()} | shares
 
 
 class OneRunner(Runners):
@@ -1256,7 +1259,7 @@ class OneRunner(Runners):
         self.runner, self.alive = Runner(args, self.seeds), {0}
         self.envs, self.clock = self.runner.envs, self.runner.clock  # one clock, as neither waits for the other
         self.spaces = self.envs.observation_space, self.envs.action_space
-        self.backend, self.close = self.envs.backend, self.envs.close
+        self.backend, self.summary, self.close = self.envs.backend, self.envs.summary, self.envs.close
         stepper = getattr(self.runner, "turns", self.envs)  # what all steps go through
         step = stepper.step
 
@@ -1349,7 +1352,8 @@ def start_ray(args: Args):
     for name, number in (("runner", args.num_runners), ("learner", others)):
         cpus, gpus = (getattr(args, f"{kind}_per_{name}") for kind in ("cpus", "gpus"))
         if number > (room := sum(min(places(x, "CPU", cpus), places(x, "GPU", gpus)) for x in machines)):
-            what = f"{number} {name}s, each of {cpus:g} CPUs and {gpus:g} GPUs of one machine"
+            kind = {"learner": "further processes"}.get(name, "runners")
+            what = f"{number} {kind}, each of {cpus:g} CPUs and {gpus:g} GPUs of one machine"
             fail(f"{what}: the cluster's machines have room for {room:g}")
     if __name__ != "__main__":
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # all processes run this source
@@ -1403,7 +1407,7 @@ class RemoteRunner:
         self.runner = heard(Runner, *self.parts)
         envs, node = self.runner.envs, importlib.import_module("ray").util.get_node_ip_address()
         envs.stop = self.give_up
-        news = {"spaces": (envs.observation_space, envs.action_space), "backend": envs.backend}
+        news = {"spaces": (envs.observation_space, envs.action_space), "backend": envs.backend, "summary": envs.summary}
         return news | {"versions": versions(), "place": f"process {os.getpid()} on {node}"}
 
     def give_up(self, message: str) -> NoReturn:
@@ -1486,6 +1490,7 @@ class RayRunners(Runners):
         if differ := other_versions(news["versions"]):
             self.stop(f"runner {index} ({news['place']}) has {differ}")
         self.places[index], self.spaces, self.backend = news["place"], news["spaces"], news["backend"]
+        self.summary = f"{news['summary']}, in each of {self.args.num_runners} runners"
         self.alive.add(index)
         self.ask(index, self.ahead)
 
@@ -1798,7 +1803,8 @@ class ReplayShards(Replay):
                 del self.starting[index]
             return True, answer
         except self.ray.exceptions.ObjectLostError:
-            self.num_lost += loss  # a fragment, with its runner's machine; or an answer, with the shard's: ask again
+            # A fragment, with its runner's machine; or an answer, with the shard's: ask again
+            self.num_lost, self.num_given[index] = self.num_lost + loss, max(0, self.num_given[index] - (loss > 0))
         except self.ray.exceptions.RayError as error:
             self.bury(index, error)
         return False, None
@@ -2031,6 +2037,10 @@ class Run:
     def open(self, envs, **state) -> None:
         """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close
+        own = {"rng", "script", "args", "seconds", "global_step", "iteration", "num_updates"}
+        for name in [name for name, part in state.items() if name in own or not hasattr(part, "state_dict")]:
+            why = "this name is taken" if name in own else "it has no `state_dict`; make it a buffer of an nn.Module"
+            fail(f"`run.open` can't keep `{name}` in checkpoints: {why}")
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
         if self.checkpoint:
             self.restore()

@@ -100,17 +100,17 @@ class Args:
     envs_per_runner: int = 16  # environments of each runner
     cpus_per_runner: float = 1.0  # CPU cores that Ray reserves per runner; may be fractional
     gpus_per_runner: float = 0.0  # GPUs per runner; may be fractional; policies on frames then run there
-    num_learners: int = 1  # learners, including this process; each has its own batch; a step takes the mean of all
+    num_learners: int = 1  # learners, this process too; each has its own batch; a step uses all batches' mean
     cpus_per_learner: float = 1.0  # CPU cores that Ray reserves per learner, except for this process
     gpus_per_learner: float = 0.0  # GPUs per learner, except for this process, which uses --device
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
-    runner_restarts: int = 50  # replacements of dead runners allowed, times --num-runners; one more ends the run
-    fragment_timeout: float = 300.0  # seconds until a silent runner is replaced; if all are, or a learner, the run ends
+    runner_restarts: int = 50  # dead runners are replaced, up to this times --num-runners; one more ends the run
+    fragment_timeout: float = 300.0  # silent for so many seconds: a runner is replaced; all of them: the run ends
 
     # IMPALA
     fragment_steps: int = 32  # steps of each environment in a fragment
     batch_fragments: int = 1  # fragments in a learner's batch
-    batch_updates: int = 4  # gradient steps per batch, each on an equal stretch of its steps; V-trace ends with it
+    batch_updates: int = 4  # gradient steps per batch, each on an equal stretch of time, at whose end V-trace ends
     learning_rate: float = 1e-3  # of Adam
     adam_eps: float = 1e-3  # of Adam: a large one damps steps on gradients that are only noise
     anneal_lr: bool = True  # lower the learning rate linearly to zero
@@ -380,10 +380,10 @@ def train(args: Args) -> Path:
         if args.anneal_lr:
             optimizer.learning_rate.fill_(args.learning_rate * max(0.0, 1 - run.step / args.total_timesteps))
 
-        # Collect: take the fragments that are ready first. Each runner has two requests, and answers them in order
-        fragments = runners.collect(args.batch_fragments, args.num_learners)[1]
+        # Collect. The fragments that are ready first; each runner has two requests, and answers them in order
+        _reports, fragments = runners.collect(args.batch_fragments, args.num_learners)
 
-        # Learn, by `batch_updates` steps. The first fragments are this learner's
+        # Learn. `batch_updates` steps; the first fragments are this learner's
         learners.update(optimizer, fragments[args.batch_fragments :])
         losses = learn(fragments[: args.batch_fragments])
         run.num_updates += 1
@@ -437,6 +437,7 @@ class Adam(nn.Module):
     uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` would do nothing; `clip` them before.
+    To begin anew, set `exp_avg`, `exp_avg_sq` and `steps` to 0 and `beta_powers` to 1: compiled code reads the last.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -558,7 +559,7 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     try:  # one row on its own, since layers may look at the whole batch
         check_same(np.concatenate([acting(obs[:1]), acting(obs[1:])]), learning(torch.from_numpy(obs)), obs)
     except (ValueError, IndexError) as error:  # such as BatchNorm's for a single row
-        fail(f"the policy can't act: {error}")
+        fail(f"the policy can't act: {error} (at random observations; if it need not, leave `check_policy` out)")
     finally:
         torch._foreach_copy_(state, first)
         for part, attributes in zip(parts, kept, strict=True):
@@ -1145,7 +1146,8 @@ class Runners:
         counts["queue"] = float(np.mean(self.queue))
         staleness = {"staleness": float(np.mean(self.staleness)), "staleness_max": max(self.staleness)}
         self.queue, self.staleness = [], []
-        return {f"runners/{name}": x for name, x in (counts | staleness).items()} | shares
+        updates = {"charts/updates": self.run.num_updates}
+        return updates | {f"runners/{name}": x for name, x in (counts | staleness).items()} | shares
 
 
 class OneRunner(Runners):
@@ -1162,7 +1164,7 @@ class OneRunner(Runners):
         self.runner, self.alive = Runner(args, self.seeds), {0}
         self.envs, self.clock = self.runner.envs, self.runner.clock  # one clock, as neither waits for the other
         self.spaces = self.envs.observation_space, self.envs.action_space
-        self.backend, self.close = self.envs.backend, self.envs.close
+        self.backend, self.summary, self.close = self.envs.backend, self.envs.summary, self.envs.close
         stepper = getattr(self.runner, "turns", self.envs)  # what all steps go through
         step = stepper.step
 
@@ -1255,7 +1257,8 @@ def start_ray(args: Args):
     for name, number in (("runner", args.num_runners), ("learner", others)):
         cpus, gpus = (getattr(args, f"{kind}_per_{name}") for kind in ("cpus", "gpus"))
         if number > (room := sum(min(places(x, "CPU", cpus), places(x, "GPU", gpus)) for x in machines)):
-            what = f"{number} {name}s, each of {cpus:g} CPUs and {gpus:g} GPUs of one machine"
+            kind = {"learner": "further processes"}.get(name, "runners")
+            what = f"{number} {kind}, each of {cpus:g} CPUs and {gpus:g} GPUs of one machine"
             fail(f"{what}: the cluster's machines have room for {room:g}")
     if __name__ != "__main__":
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # all processes run this source
@@ -1309,7 +1312,7 @@ class RemoteRunner:
         self.runner = heard(Runner, *self.parts)
         envs, node = self.runner.envs, importlib.import_module("ray").util.get_node_ip_address()
         envs.stop = self.give_up
-        news = {"spaces": (envs.observation_space, envs.action_space), "backend": envs.backend}
+        news = {"spaces": (envs.observation_space, envs.action_space), "backend": envs.backend, "summary": envs.summary}
         return news | {"versions": versions(), "place": f"process {os.getpid()} on {node}"}
 
     def give_up(self, message: str) -> NoReturn:
@@ -1392,6 +1395,7 @@ class RayRunners(Runners):
         if differ := other_versions(news["versions"]):
             self.stop(f"runner {index} ({news['place']}) has {differ}")
         self.places[index], self.spaces, self.backend = news["place"], news["spaces"], news["backend"]
+        self.summary = f"{news['summary']}, in each of {self.args.num_runners} runners"
         self.alive.add(index)
         self.ask(index, self.ahead)
 
@@ -1827,6 +1831,10 @@ class Run:
     def open(self, envs, **state) -> None:
         """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close
+        own = {"rng", "script", "args", "seconds", "global_step", "iteration", "num_updates"}
+        for name in [name for name, part in state.items() if name in own or not hasattr(part, "state_dict")]:
+            why = "this name is taken" if name in own else "it has no `state_dict`; make it a buffer of an nn.Module"
+            fail(f"`run.open` can't keep `{name}` in checkpoints: {why}")
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
         if self.checkpoint:
             self.restore()

@@ -399,6 +399,7 @@ class Adam(nn.Module):
     uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` would do nothing; `clip` them before.
+    To begin anew, set `exp_avg`, `exp_avg_sq` and `steps` to 0 and `beta_powers` to 1: compiled code reads the last.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -554,7 +555,7 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     try:  # one row on its own, since layers may look at the whole batch
         check_same(np.concatenate([acting(obs[:1]), acting(obs[1:])]), learning(torch.from_numpy(obs)), obs)
     except (ValueError, IndexError) as error:  # such as BatchNorm's for a single row
-        fail(f"the policy can't act: {error}")
+        fail(f"the policy can't act: {error} (at random observations; if it need not, leave `check_policy` out)")
     finally:
         torch._foreach_copy_(state, first)
         for part, attributes in zip(parts, kept, strict=True):
@@ -922,7 +923,7 @@ def rollout_sizes(args: Args, num_envs: int) -> tuple[int, int]:
     """Rows per rollout, rollouts per run; SystemExit(2) for unequal minibatches or a run shorter than a rollout."""
     batch_size = num_envs * args.num_steps
     if batch_size % args.num_minibatches:
-        fail(f"num_envs * num_steps = {batch_size} rows can't be divided into {args.num_minibatches} equal minibatches")
+        fail(f"the {batch_size} rows of a rollout can't be divided into {args.num_minibatches} equal minibatches")
     if args.norm_adv and batch_size == args.num_minibatches:
         fail("minibatches have one row, whose normalized advantage is 0: fewer --num-minibatches, or --no-norm-adv")
     if args.total_timesteps < batch_size:
@@ -1106,6 +1107,10 @@ class Run:
     def open(self, envs, **state) -> None:
         """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close
+        own = {"rng", "script", "args", "seconds", "global_step", "iteration", "num_updates"}
+        for name in [name for name, part in state.items() if name in own or not hasattr(part, "state_dict")]:
+            why = "this name is taken" if name in own else "it has no `state_dict`; make it a buffer of an nn.Module"
+            fail(f"`run.open` can't keep `{name}` in checkpoints: {why}")
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
         if self.checkpoint:
             self.restore()

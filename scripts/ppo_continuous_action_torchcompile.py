@@ -413,6 +413,7 @@ class Adam(nn.Module):
     uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` would do nothing; `clip` them before.
+    To begin anew, set `exp_avg`, `exp_avg_sq` and `steps` to 0 and `beta_powers` to 1: compiled code reads the last.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -502,19 +503,21 @@ def compiled(device: torch.device, *functions, **more_options):
 def check_adam() -> None:
     """Refuse an `Adam` whose formula, for compiled code, and kernel differ, as after a change of one of them.
 
-    Numbers that are 0 are raised in both, so that one of your own, such as `weight_decay`, has an effect.
+    Numbers that are 0 are raised in both, so that one of your own, such as `weight_decay`, has an effect. Subclasses
+    are tested, too, by their defaults.
     """
-    values = torch.linspace(-1, 1, 8)
-    nets = [nn.ParameterList([values.clone(), values.view(2, 4).clone()]) for _ in range(2)]
-    by_formula, by_kernel = (Adam(net, learning_rate=0.1) for net in nets)
-    by_formula.by_kernel = by_formula.by_formula  # which eager code, such as this, calls
-    for optimizer in (by_formula, by_kernel):
-        vars(optimizer).update({name: x + 0.1 for name, x in vars(optimizer).items() if type(x) is float and x == 0})
-    for factor in (1.0, -0.3, 0.1):
-        for net, optimizer in zip(nets, (by_formula, by_kernel), strict=True):
-            optimizer.step(tuple(factor * weight.detach().cos() for weight in net))
-    if not all(torch.allclose(*weights, rtol=1e-4) for weights in zip(*nets, strict=True)):
-        fail("`by_formula` of `Adam`, which compiled code calls, and `by_kernel` differ: change both")
+    for kind in (Adam, *Adam.__subclasses__()):
+        values = torch.linspace(-1, 1, 8)
+        nets = [nn.ParameterList([values.clone(), values.view(2, 4).clone()]) for _ in range(2)]
+        by_formula, by_kernel = (kind(net, learning_rate=0.1) for net in nets)
+        by_formula.by_kernel = by_formula.by_formula  # which eager code, such as this, calls
+        for numbers in map(vars, (by_formula, by_kernel)):
+            numbers.update({name: x + 0.1 for name, x in numbers.items() if type(x) in (int, float) and x == 0})
+        for factor in (1.0, -0.3, 0.1):
+            for net, optimizer in zip(nets, (by_formula, by_kernel), strict=True):
+                optimizer.step(tuple(factor * weight.detach().cos() for weight in net))
+        if not all(torch.allclose(*weights, rtol=1e-4) for weights in zip(*nets, strict=True)):
+            fail(f"`by_formula` of `{kind.__name__}`, which compiled code calls, and `by_kernel` differ: change both")
 
 
 # Folders of Python and of installed packages, which are libraries, but for one that this file lies in
@@ -544,14 +547,20 @@ def attributes_of(name: str, value) -> dict[str, tuple]:
         parts |= {f"{name}.{key}": (getattr, value, key) for key in keys if hasattr(value, key)}
     if hasattr(value, "__dict__") and not isinstance(value, type):
         is_open = is_own(value) or isinstance(value, nn.Module) or type(value).__name__ == "SimpleNamespace"
-        keys = [key for key, x in vars(value).items() if is_open or isinstance(x, bool | int | float | str)]
-        parts |= {f"{name}.{key}": (dict.get, vars(value), key) for key in keys}
+        kinds, own = bool | int | float | str, vars(value)
+        keys = [key for key, x in own.items() if is_open or isinstance(x, kinds) or key == "param_groups"]
+        parts |= {f"{name}.{key}": (dict.get, own, key) for key in keys}
     return parts
 
 
 def length(container, _key) -> int | str:
     """Of a set its printed form, since its entries, which have no keys, are not read one by one."""
     return sys.intern(repr(container)) if isinstance(container, set) else len(container)
+
+
+def is_set(cell, _key) -> str:
+    """Whether a variable of an enclosing function has a value; one that is defined under an `if` may have none."""
+    return "unset" if cell == type(cell)() else "set"
 
 
 def readings(name: str, value, seen: set, names: set):
@@ -587,10 +596,12 @@ def readings(name: str, value, seen: set, names: set):
             reads_all = {"vars", "asdict", "astuple", "__dict__"} & {*code.co_names}
             names.update(["*"] if reads_all and not is_method else [])
             names.update(() if is_method else (f"={x}" for x in code.co_names))
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        parts = {key: (getattr, cell, "cell_contents") for key, cell in cells}
+        cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
+        parts = {key: (getattr, cell, "cell_contents") for key, cell in cells.items() if cell != type(cell)()}
+        parts |= {key: (is_set, cell, None) for key, cell in cells.items() if cell == type(cell)()}
         keys = [key for key in ("__defaults__", "__kwdefaults__") if getattr(value, key)]
         parts |= {f"{value.__name__}[{key}]": (getattr, value, key) for key in keys}
+        parts |= {f"{value.__name__}.{key}": (dict.get, vars(value), key) for key in vars(value)}
         parts |= {key: (dict.get, value.__globals__, key) for key in value.__globals__.keys() & names}
         is_read = "." not in name or f"={name.rpartition('.')[2]}" in names
         parts |= {"self": (getattr, value, "__self__")} if hasattr(value, "__self__") and is_read else {}
@@ -644,7 +655,7 @@ def refuse_changes(function):
         for found_names, groups, first, ids in parts if number < 100 else parts[number % 8 :][:1]:
             try:
                 now = [x for group in groups for x in map(*group)]
-            except (AttributeError, LookupError) as error:
+            except (AttributeError, LookupError, ValueError) as error:  # the last of a variable that was deleted
                 fail(f"what this read when it was compiled is not there any more: {error!r}")
             if [*map(id, now)] != ids:
                 check_equal(found_names, first, now)
@@ -808,7 +819,7 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     try:  # one row on its own, since layers may look at the whole batch
         check_same(np.concatenate([acting(obs[:1]), acting(obs[1:])]), learning(torch.from_numpy(obs)), obs)
     except (ValueError, IndexError) as error:  # such as BatchNorm's for a single row
-        fail(f"the policy can't act: {error}")
+        fail(f"the policy can't act: {error} (at random observations; if it need not, leave `check_policy` out)")
     finally:
         torch._foreach_copy_(state, first)
         for part, attributes in zip(parts, kept, strict=True):
@@ -1176,7 +1187,7 @@ def rollout_sizes(args: Args, num_envs: int) -> tuple[int, int]:
     """Rows per rollout, rollouts per run; SystemExit(2) for unequal minibatches or a run shorter than a rollout."""
     batch_size = num_envs * args.num_steps
     if batch_size % args.num_minibatches:
-        fail(f"num_envs * num_steps = {batch_size} rows can't be divided into {args.num_minibatches} equal minibatches")
+        fail(f"the {batch_size} rows of a rollout can't be divided into {args.num_minibatches} equal minibatches")
     if args.norm_adv and batch_size == args.num_minibatches:
         fail("minibatches have one row, whose normalized advantage is 0: fewer --num-minibatches, or --no-norm-adv")
     if args.total_timesteps < batch_size:
@@ -1360,6 +1371,10 @@ class Run:
     def open(self, envs, **state) -> None:
         """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close
+        own = {"rng", "script", "args", "seconds", "global_step", "iteration", "num_updates"}
+        for name in [name for name, part in state.items() if name in own or not hasattr(part, "state_dict")]:
+            why = "this name is taken" if name in own else "it has no `state_dict`; make it a buffer of an nn.Module"
+            fail(f"`run.open` can't keep `{name}` in checkpoints: {why}")
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
         if self.checkpoint:
             self.restore()

@@ -18,6 +18,7 @@ import gymnasium as gym
 import helpers
 import numpy as np
 import pytest
+import tiny_envs
 import torch
 from gymnasium.spaces import Box, Discrete
 from helpers import COMPILED, EAGER, ROOT, defining, discrete, has_pool, load, on_policy
@@ -450,6 +451,22 @@ WAYS = {
             in_the_loop("weight.number *= 0.9"),
         ],
     ),
+    "an attribute of a function": Way(
+        "`bonus.rate`",
+        [
+            of_the_file("def bonus(x):\n    return bonus.rate * x\n\n\nbonus.rate = 0.01"),
+            (BONUS, "bonus(entropy)"),
+            in_the_loop("bonus.rate *= 0.9"),
+        ],
+    ),
+    "a variable that has no value at first": Way(
+        "`bonus`",
+        [
+            before_the_loop("if args.seed < 0:\n        bonus = 0.05"),
+            (BONUS, "(0.01 if args.seed > 0 else bonus) * entropy"),
+            in_the_loop("if iteration > 1:\n            bonus = 0.05"),
+        ],
+    ),
     "nothing, then a number": Way(
         "`bonus`",
         [
@@ -518,10 +535,11 @@ def test_adam_whose_formula_is_not_its_kernel_is_refused(copy, train_copy, capsy
     assert end.value.code == 2 and "`by_kernel` differ: change both" in capsys.readouterr().err
 
 
-def test_an_argument_of_adam_that_is_zero_by_default_is_seen(copy, train_copy, capsys):
+@pytest.mark.parametrize("zero", ["0.0", "0"])
+def test_an_argument_of_adam_that_is_zero_by_default_is_seen(copy, train_copy, capsys, zero):
     """The usual way to give it weight decay, in the kernel alone: compiled code would leave it out."""
     changes = [
-        ("betas: tuple = (0.9, 0.999)):", "betas: tuple = (0.9, 0.999), decay: float = 0.0):"),
+        ("betas: tuple = (0.9, 0.999)):", f"betas: tuple = (0.9, 0.999), decay: float = {zero}):"),
         (
             "self.eps, self.betas = list(module.parameters()), eps, betas",
             "self.eps, self.betas, self.decay = (list(module.parameters()), eps, betas, decay)",
@@ -532,6 +550,21 @@ def test_an_argument_of_adam_that_is_zero_by_default_is_seen(copy, train_copy, c
     with pytest.raises(SystemExit) as end:
         train_copy(copy("ppo_torchcompile", *changes), "ppo_torchcompile", compile=True)
     assert end.value.code == 2 and "`by_kernel` differ: change both" in capsys.readouterr().err
+
+
+def test_a_subclass_of_adam_that_changes_its_kernel_alone_is_refused(copy, train_copy, capsys):
+    kernel = """
+class Decaying(Adam):
+    def by_kernel(self, gradients, *betas):
+        torch._foreach_mul_(self.weights, 0.999)
+        super().by_kernel(gradients, *betas)
+
+
+"""
+    changes = ("def compiled(", f"{kernel}def compiled("), ("optimizer = Adam(agent,", "optimizer = Decaying(agent,")
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy("ppo_torchcompile", *changes), "ppo_torchcompile", compile=True)
+    assert end.value.code == 2 and "`by_formula` of `Decaying`" in capsys.readouterr().err
 
 
 def test_a_number_on_the_cpu_that_a_graph_reads_is_refused(capsys):
@@ -552,6 +585,58 @@ def test_each_size_is_compiled_by_itself():
     (function,) = load("ppo_torchcompile").compiled(torch.device("cpu"), lambda x: x.sum() * (2 if len(x) < 20 else 1))
     for size in (10, 30, 50, 15, 30):
         assert function(torch.ones(size)) == size * (2 if size < 20 else 1)
+
+
+def test_a_part_that_a_setting_leaves_out_may_have_no_value(copy, train_copy, small_run):
+    """As `if args.rnd: rnd = ...` leaves `rnd` without one. Compiled code does not read it, either."""
+    changes = [
+        before_the_loop("if args.seed < 0:\n        bonus = 0.05"),
+        (BONUS, "(bonus if args.seed < 0 else args.ent_coef) * entropy"),
+    ]
+    for compile in (False, True):
+        log = train_copy(copy("ppo_torchcompile", *changes), "ppo_torchcompile", compile=compile)
+        assert log[0] == pytest.approx(small_run("ppo").metrics()[0], rel=1e-3, abs=1e-5) and len(log) > 3
+
+
+def test_a_variable_that_is_deleted_is_refused(copy, train_copy, capsys):
+    changes = [
+        before_the_loop("bonus = 0.05"),
+        (BONUS, "bonus * entropy"),
+        in_the_loop("if iteration == 2:\n            del bonus"),
+    ]
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy("ppo_torchcompile", *changes), "ppo_torchcompile", compile=False)
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and ("`bonus` was" in error or "Cell is empty" in error)
+
+
+def test_the_rate_of_an_optimizer_of_pytorch_is_seen(capsys):
+    """Compiled code can't hold it, but a graph of a GPU would keep its number."""
+    weight, x = nn.Parameter(torch.ones(2)), torch.zeros(())
+    sgd = torch.optim.SGD([weight], lr=0.1)
+    function = load("ppo_torchcompile").refuse_changes(lambda x: sgd.step() or x)
+    for _ in range(3):
+        assert function(x) is x
+    sgd.param_groups[0]["lr"] = 0.05
+    with pytest.raises(SystemExit):
+        function(x)
+    assert "param_groups[0]['lr']` was 0.1 when this was compiled" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", ["by_kernel", "by_formula"])
+def test_adam_begins_anew_as_its_docstring_says(way):
+    """Its first step is then, as a first step is, the learning rate in the direction of the gradient."""
+    weight = nn.ParameterList([torch.zeros(3)])
+    adam = load("ppo_torchcompile").Adam(weight, learning_rate=0.1)
+    adam.by_kernel = getattr(adam, way)
+    for _ in range(5):
+        adam.step((torch.ones(3),))
+    for zeroed in (adam.exp_avg, adam.exp_avg_sq, adam.steps):
+        zeroed.zero_()
+    adam.beta_powers.fill_(1)
+    before = weight[0].detach().clone()
+    adam.step((torch.tensor([-0.3, 2.0, 50.0]),))
+    torch.testing.assert_close(weight[0].detach() - before, torch.tensor([0.1, -0.1, -0.1]), rtol=1e-4, atol=0)
 
 
 def test_a_weight_without_a_gradient_is_named_where_it_cannot_be_compiled(copy, train_copy, capsys):
@@ -853,6 +938,25 @@ def test_a_policy_acts_without_the_checkout_as_the_page_says(train_copy, copy, t
     assert np.ptp(names["action"]) > 0.01
 
 
+@pytest.mark.parametrize(
+    ("part", "why"), [("rng=optimizer", "`rng` in checkpoints: this name is taken"), ("scale=torch.ones(1)", "`scale`")]
+)
+def test_what_a_checkpoint_could_not_give_back_is_refused(copy, train_copy, tmp_path, capsys, part, why):
+    change = (OPEN[True], OPEN[True].replace("optimizer=optimizer", f"optimizer=optimizer, {part}"))
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy("ppo", change), "ppo")
+    assert end.value.code == 2 and f"`run.open` can't keep {why}" in capsys.readouterr().err
+    assert not (tmp_path / "copy_run0").exists()
+
+
+def test_a_network_of_indices_is_told_how_to_do_without_the_check(copy, train_copy, capsys):
+    """The check's observations are any numbers, also negative ones."""
+    table = of_the_file("TABLE = torch.zeros(3)")
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy("ppo", table, (LOGITS, f"({LOGITS} + TABLE[obs.long()].sum())")), "ppo")
+    assert end.value.code == 2 and "leave `check_policy` out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["ppo", "dqn"])
 def test_the_best_policy_is_kept_as_the_page_says(copy, train_copy, tmp_path, name):
     """docs/use.md: the one with the highest mean of the last 100 returns."""
@@ -941,8 +1045,11 @@ def test_noise_that_falls_to_zero_works_as_the_page_says(copy, train_copy, twin)
     old = "        return actor.noisy(inputs[:, :-action_dim], args.exploration_noise, noise=inputs[:, -action_dim:])"
     before = "    @torch.no_grad()\n    def act("
     module = copy(name, (before, f"{first}\n{before}"), (old, act), (log, f"{fill}\n{log}"))
-    lines = train_copy(module, name.removesuffix(twin))
+    lines = train_copy(module, name.removesuffix(twin), exploration_noise=5.0, learning_rate=0.0)
     assert lines[-1]["global_step"] == 400
+    actions, space = np.stack(tiny_envs.received), tiny_envs.PUSH
+    at_a_bound = (np.isclose(actions, space.low) | np.isclose(actions, space.high)).mean(1)
+    assert at_a_bound[110:160].mean() > 0.5 > 0.2 > at_a_bound[-8:].mean()  # the noise of act, large at first
 
 
 @pytest.mark.parametrize("twin", ["", "_torchcompile"])
@@ -982,8 +1089,43 @@ def test_critics_with_dropout_and_a_parameter_of_their_own(copy, train_copy, nam
         ),
     ]
     for twin in (name, f"{name}_torchcompile"):
-        log = train_copy(copy(twin, *changes), twin, **quick(name), **({} if twin == name else {"compile": False}))
-        assert all(np.isfinite(list(log[-1].values()))) and log[-1]["losses/qf1_loss"] != log[-1]["losses/qf2_loss"]
+        made = next(line for line in source_of(twin).splitlines() if line.startswith("    critics = nn.ModuleList("))
+        alike = made, f"{made}\n    critics[1].load_state_dict(critics[0].state_dict())"
+        for dropout in (True, False):
+            settings = quick(name) | ({} if twin == name else {"compile": False})
+            last = train_copy(copy(twin, alike, *changes[not dropout :]), twin, **settings)[-1]
+            difference = abs(last["losses/qf1_loss"] - last["losses/qf2_loss"])
+            assert all(np.isfinite(list(last.values()))) and (difference > 1e-5) == dropout
+
+
+@pytest.mark.parametrize("name", ["sac_continuous_action", "td3_continuous_action"])
+def test_a_matrix_that_does_not_learn_stays_as_it_is(copy, train_copy, tmp_path, name):
+    """A buffer of two dimensions, as of random Fourier features; in a twin's stack, too, which is transposed."""
+    layers, forward = "        self.net = nn.Sequential(\n            nn.Linear(obs_dim + action_dim, 256)", "dim=1)"
+    matrix = "torch.linspace(-1, 1, 16 * (obs_dim + action_dim)).view(-1, 16)"
+    changes = [
+        (layers, f'        self.register_buffer("matrix", {matrix})\n{layers.replace("obs_dim + action_dim", "16")}'),
+        (f"{forward}).squeeze", f"{forward} @ self.matrix).squeeze"),
+    ]
+    logs = []
+    for twin in (name, f"{name}_torchcompile"):
+        settings = quick(name) | ({} if twin == name else {"compile": False})
+        logs.append(train_copy(copy(twin, *changes), twin, **settings))
+        checkpoint = torch.load(tmp_path / f"copy_run{len(logs) - 1}/checkpoint.pt", weights_only=True)
+        kept = [x.mT if x.ndim == 3 else x for key, x in checkpoint["critics"].items() if key.endswith("matrix")]
+        first = torch.linspace(-1, 1, 16 * kept[0].shape[-2]).view(-1, 16)
+        assert all(torch.equal(x, first.expand_as(x)) for x in kept)
+    assert logs[1][-1] == pytest.approx(logs[0][-1], rel=1e-2, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["sac_continuous_action", "td3_continuous_action"])
+def test_critics_that_share_the_actors_layers_are_refused_by_the_twin(copy, train_copy, capsys, name):
+    """A stack is a copy: the critics' loss would not reach the actor's layers any more."""
+    made = next(line for line in source_of(name).splitlines() if line.startswith("    critics = nn.ModuleList("))
+    with pytest.raises(SystemExit) as end:
+        change = made, f"{made}\n    critics[0].more = critics[1].more = actor"
+        train_copy(copy(f"{name}_torchcompile", change), name, compile=False)
+    assert end.value.code == 2 and "share layers with the actor" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["sac_continuous_action", "td3_continuous_action"])

@@ -563,17 +563,17 @@ def test_damaged_log_does_not_keep_a_checkpoint_from_resuming(train, name, damag
 
 
 class FakeWandb(ModuleType):
-    def __init__(self):
+    def __init__(self, folder: Path):
         super().__init__("wandb")
-        self.__spec__, self.calls = ModuleSpec("wandb", None), []
+        self.__spec__, self.folder, self.calls = ModuleSpec("wandb", None), folder, []
 
     def init(self, **settings):
-        self.calls.append(settings)
+        self.calls.append(settings | {"events": len([*self.folder.glob("**/events.*")])})
 
 
 def test_runs_of_one_name_are_two_in_weights_and_biases(monkeypatch, tmp_path):
-    """Their ids differ, and a resumed run keeps its own."""
-    wandb = FakeWandb()
+    """Their ids differ, and a resumed run keeps its own. It gets the events: only those that begin after it."""
+    wandb = FakeWandb(tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for folder in ("a", "b"):
         helpers.train("ppo", tmp_path / folder / "seed1", track=True, tensorboard=True, total_timesteps=64)
@@ -582,6 +582,7 @@ def test_runs_of_one_name_are_two_in_weights_and_biases(monkeypatch, tmp_path):
     first, second, again = wandb.calls
     assert first["id"] != second["id"] and first["name"] == second["name"] == "seed1"
     assert again["id"] == first["id"] and again["resume"] == "allow"
+    assert all(call["sync_tensorboard"] for call in wandb.calls) and [x["events"] for x in wandb.calls] == [0, 1, 2]
 
 
 def test_weights_and_biases_that_is_not_installed_is_refused(monkeypatch, tmp_path, capsys):
@@ -592,7 +593,7 @@ def test_weights_and_biases_that_is_not_installed_is_refused(monkeypatch, tmp_pa
 
 
 def test_weights_and_biases_without_the_events_that_it_sends_is_refused(monkeypatch, tmp_path, capsys):
-    wandb = FakeWandb()
+    wandb = FakeWandb(tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     with pytest.raises(SystemExit) as end:
         helpers.train("ppo", tmp_path / "run", track=True, tensorboard=False)

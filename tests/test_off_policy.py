@@ -24,20 +24,8 @@ OFF_POLICY = [name for name in EAGER if not on_policy(name)]
 CONTINUOUS = [name for name in OFF_POLICY if name != "dqn"]
 
 
-class DiscreteCount(tiny_envs.Count):
-    def __init__(self):
-        super().__init__()
-        self.action_space = tiny_envs.CHOICE
-
-    def move(self, action):
-        return super().move([float(action)])
-
-
-gym.register("DiscreteCount-v0", DiscreteCount)
-
-
 def count_env(name):
-    return "DiscreteCount-v0" if name == "dqn" else "tiny_envs:Count-v0"
+    return "tiny_envs:DiscreteCount-v0" if name == "dqn" else "tiny_envs:Count-v0"
 
 
 def new_buffer(capacity):
@@ -124,7 +112,7 @@ def test_replay_holds_real_steps_only(train, name, num_envs):
 
 @pytest.mark.parametrize("num_envs", [1, 3])
 def test_dqn_learns_once_for_every_train_frequency_steps(train, num_envs):
-    run = train("dqn", env_id="DiscreteCount-v0", num_envs=num_envs, sync_envs=True)
+    run = train("dqn", env_id="tiny_envs:DiscreteCount-v0", num_envs=num_envs, sync_envs=True)
     updates = adam_steps(run.checkpoint["optimizer"])
     assert updates == pytest.approx((run.checkpoint["global_step"] - 100) / 5, abs=num_envs)
 

@@ -185,16 +185,26 @@ def test_advantage_stats_are_those_of_the_valid_rows_of_a_minibatch(learners):
 # Environments that do not wait for each other
 
 
-def test_environments_that_do_not_wait_bring_the_same():
-    """In worker processes, whichever is ready first: the rows of a fragment are those of lock-step."""
-    settings = {"env_id": "tiny_envs:Stream-v0", "env_backend": "gymnasium", "envs_per_runner": 3}
+@pytest.mark.parametrize("normalized", [{}, NORMALIZED], ids=["as they are", "normalized"])
+def test_environments_that_do_not_wait_bring_the_same(normalized):
+    """In worker processes, whichever is ready first: rows and report of a fragment are those of lock-step."""
+    settings = {"env_id": "tiny_envs:Stream-v0", "env_backend": "gymnasium", "envs_per_runner": 3} | normalized
     (together, weights), (ready, _) = (runner_of([1, 2, 3], async_envs=x, **settings) for x in (False, True))
     assert isinstance(together.turns, SCRIPT.LockStep) and isinstance(ready.turns, SCRIPT.FirstReady)
+    norms, num_episodes = (SCRIPT.RunningNorm((3,)), SCRIPT.RunningNorm(())), 0
     for version in range(3):
-        (ours, a), (theirs, b) = (runner.sample(version, weights, *NOTHING) for runner in (together, ready))
-        assert ours["steps"] == theirs["steps"] and len(ours["episodes"]) == len(theirs["episodes"])
+        known = [SCRIPT.moments(norm) if norm.count else x for norm, x in zip(norms, NOTHING, strict=True)]
+        (ours, a), (theirs, b) = (runner.sample(version, weights, *known) for runner in (together, ready))
+        assert ours["steps"] == theirs["steps"]
+        np.testing.assert_allclose(sorted(ours["episodes"]), sorted(theirs["episodes"]), rtol=1e-5)
         for x, y in zip(a, b, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+        for norm, x, y in zip(norms, ours["moments"], theirs["moments"], strict=True):
+            for part, its_twin in zip(x, y, strict=True):
+                np.testing.assert_allclose(part, its_twin, rtol=1e-5, atol=1e-6)
+            SCRIPT.merge(norm, *x)
+        num_episodes += len(ours["episodes"])
+    assert num_episodes > 3 and (norms[0].count > 0) == (norms[1].count > 0) == bool(normalized)
     ready.envs.close()
 
 
@@ -474,6 +484,17 @@ def test_first_ready_learns_from_what_is_at_most_one_update_old(train):
 
 
 @on_ray
+@pytest.mark.parametrize("target_kl", [None, 1e-9])
+def test_a_whole_run_with_two_learners(train, target_kl):
+    """Each has a part of the rows, and of the statistics; all stop the epochs on a rollout at once."""
+    settings = {"env_id": "tiny_envs:Reach-v0", "num_runners": 2, "total_timesteps": 256, **NORMALIZED}
+    run, alone = train(**settings, num_learners=2, target_kl=target_kl), train(**settings)
+    assert run.checkpoint["num_updates"] == 4 and run.checkpoint["obs_norm"]["count"] == 256
+    assert helpers.adam_steps(run.checkpoint["optimizer"]) == 4 * 2 * (1 if target_kl else 4)
+    assert run.lines[0]["global_step"] == alone.lines[0]["global_step"]
+
+
+@on_ray
 def test_two_learners_are_one_with_the_same_minibatches():
     """Compiled. Both have the same weights, to the last bit; and those of one, but for rounding."""
     script, agents, get_weights = load(COMPILED), [], load(COMPILED).get_weights
@@ -499,12 +520,14 @@ def test_two_learners_are_one_with_the_same_minibatches():
             torch.manual_seed(1)
             agent, optimizer, learn = script.make_learner(args, *spaces, torch.device("cpu"), add_up)
             learners.join(torch.device("cpu"), agent, optimizer)
+            start = script.get_weights(agent)
             with mock.patch.object(script, "draw_permutations", draw_for_both if count == 1 else draw):
                 for batch in batches:
                     shared = [ray_runners.ray.put(x) for x in batch[2 // count :]]
                     learners.update(optimizer, shared)
                     learn(batch[: 2 // count])
             agents.append(script.get_weights(agent))
+            assert np.abs(agents[-1] - start).max() > 0.02
             others = [x.__ray_call__.remote(lambda self: get_weights(self.agent)) for x in learners.actors]
             assert all(np.array_equal(x, agents[-1]) for x in ray_runners.ray.get(others)) and len(others) == count - 1
     np.testing.assert_allclose(agents[0], agents[1], rtol=1e-3, atol=1e-4)
@@ -528,12 +551,12 @@ def test_the_others_fill_the_batch_of_a_runner_that_died(train, tmp_path):
     """Batched, so all are waited for, but not for the dead."""
     settings = {"env_id": "Fragile-v0", "env_kwargs": f'{{"path": "{tmp_path / "fault"}"}}', "num_runners": 2}
     with plant(tmp_path / "fault", "SIGKILL"):
-        run = train(**settings, total_timesteps=6400)
+        run = train(**settings, total_timesteps=12_800)
     last = run.lines[-1]
-    assert last["runners/restarts"] == 1 and last["runners/alive"] == 2 and len(run.lines) == 100
+    assert last["runners/restarts"] == 1 and last["runners/alive"] == 2 and len(run.lines) == 200
     assert max(line["runners/staleness_max"] for line in run.lines) == 0
     gaps = np.diff([line["seconds"] for line in run.lines])
-    assert gaps.max() < 4  # to notice a death takes a second or two
+    assert gaps.max() < 10  # to notice a death takes a second or two, on a busy machine more
 
 
 @on_ray

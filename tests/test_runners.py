@@ -10,15 +10,30 @@ from types import SimpleNamespace
 from unittest import mock
 
 import gymnasium as gym
+import helpers
 import numpy as np
 import pytest
 import test_ppo_ray
 import tiny_envs
 import torch
-from helpers import load, small_settings
+from helpers import load, on_ray, small_settings, without_times
+from parity import assert_agree
 
 ACTOR_CRITICS = ["impala_ray", "a3c_ray", "ppo_ray"]
 RAY = [*ACTOR_CRITICS, "apex_dqn_ray"]
+each_script = pytest.mark.parametrize("name", RAY)
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Train in this process by the small settings of a script, each time in a folder of its own -> Outcome."""
+    folders = (tmp_path / f"run{i}" for i in range(100))
+
+    def train(name: str, **settings) -> helpers.Outcome:
+        own = small_settings(helpers.pair_of(name)) | {"run_dir": str(next(folders))} | settings
+        return helpers.call(name, **own)
+
+    return train
 
 
 @pytest.mark.parametrize("name", RAY)
@@ -147,7 +162,14 @@ def test_each_runner_is_asked_for_no_more_than_it_may_owe(name):
         **{"sample.options.return_value.remote.side_effect": lambda *_: (object(), object())}
     )
     runners.actors = {index: runners.remote.remote() for index in range(4)}
-    news = {"version": 0, "versions": script.versions(), "place": "here", "spaces": None, "backend": None}
+    news = {
+        "version": 0,
+        "versions": script.versions(),
+        "place": "here",
+        "spaces": None,
+        "backend": None,
+        "summary": "",
+    }
     runners.ray = mock.Mock(**{"exceptions.RayError": RuntimeError})
     for turn in range(300):
         runners.failures = [0] * 4  # else three deaths of one runner end the run
@@ -501,3 +523,121 @@ def test_async_envs_are_those_of_gymnasium(name, capsys):
     with pytest.raises(SystemExit):  # the flag would do nothing
         script.Envs(replace(args, env_id="CheetahRun-v1", async_envs=True), [1, 2])
     assert "--async-envs is for Gymnasium's environments; CheetahRun-v1 is EnvPool's" in capsys.readouterr().err
+
+
+# Whole runs, in one process
+
+
+@each_script
+def test_log_has_whole_episodes_and_no_resets(train, monkeypatch, name):
+    """Returns and lengths are those of the environment's episodes, which end in both ways; only its steps count."""
+    script, ended = load(name), []
+    log = script.Run.log
+    monkeypatch.setattr(script.Run, "log", lambda run, metrics: (ended.extend(run.episodes), log(run, metrics))[1])
+    env_id = "tiny_envs:DiscreteCount-v0" if name == "apex_dqn_ray" else "tiny_envs:Count-v0"
+    run = train(name, env_id=env_id, envs_per_runner=1, learning_rate=0.0)
+    assert run.steps()[-1] == len(tiny_envs.received) and {length for _, length in ended} == {3, 5}
+    numbers = [(total - length * (length + 1) / 2) / (100 * length) for total, length in ended]
+    assert numbers == list(range(len(numbers))) and [x % 2 for x in numbers] == [length == 5 for _, length in ended]
+
+
+@pytest.mark.parametrize("twin", ["", "_torchcompile"])
+@each_script
+def test_resumed_run_begins_with_what_was_saved(train, monkeypatch, name, twin):
+    """The first weights that act are those of the checkpoint, by their number; Adam goes on."""
+    own = {"compile": False} if twin else {}
+    script, sent, run = load(f"{name}{twin}"), [], train(f"{name}{twin}", **own)
+    publish = script.OneRunner.publish
+    monkeypatch.setattr(
+        script.OneRunner, "publish", lambda runners, *x: (sent.append(deepcopy(x)), publish(runners, *x))[1]
+    )
+    longer = {"resume": str(run.run_dir), "device": "cpu", "total_timesteps": 2 * run.steps()[-1]}
+    on = helpers.call(f"{name}{twin}", **longer, override=("learning_rate=0.0",))
+    part = "network" if "network" in run.checkpoint else "agent"
+    saved = torch.cat([x.reshape(-1) for x in run.checkpoint[part].values()]).numpy()
+    assert sent[0][0] == run.checkpoint["num_updates"] and np.array_equal(sent[0][1], saved)
+    assert all(torch.equal(x, on.checkpoint[part][key]) for key, x in run.checkpoint[part].items())
+    before, after = (helpers.adam_steps(x.checkpoint["optimizer"]) for x in (run, on))
+    assert after > before > 0
+
+
+@pytest.mark.parametrize("event", ["nan_reward", "nan_obs", "raise"])
+@each_script
+def test_an_environment_that_breaks_leaves_a_checkpoint_of_the_last_update(train, monkeypatch, tmp_path, name, event):
+    """In one process; over Ray, another runner takes its place."""
+    monkeypatch.setattr(tiny_envs, "EVENT", f"{event}@137")
+    with pytest.raises(SystemExit) as end:
+        train(name, checkpoint_every=10**6)
+    assert ("this environment broke" if event == "raise" else "NaN or infinite") in end.value.code
+    run = helpers.outcome(tmp_path / "run0")
+    assert 0 < run.checkpoint["global_step"] == run.steps()[-1] < len(tiny_envs.received)
+    part = "network" if "network" in run.checkpoint else "agent"
+    assert all(x.isfinite().all() for x in run.checkpoint[part].values())
+
+
+@each_script
+def test_numbers_of_info_are_in_the_log(train, name):
+    run = train(name, env_id="tiny_envs:Odd-v0", env_kwargs='{"what": "info"}')
+    assert any(line.get("info/own") == 2 for line in run.lines)
+
+
+@pytest.mark.parametrize(("name", "compile"), [*((name, False) for name in RAY), ("impala_ray", True)])
+def test_twin_learns_from_frames_what_its_eager_script_does(train, name, compile):
+    settings = {"env_id": "Pong-v5", "envs_per_runner": 2, "total_timesteps": 32, "log_every": 8, "fragment_steps": 4}
+    if name == "apex_dqn_ray":
+        settings |= {"total_timesteps": 96, "learning_starts": 30, "buffer_size": 64}
+    if name == "ppo_ray":
+        settings = {key: x for key, x in settings.items() if hasattr(load(name).Args, key)} | {"num_steps": 4}
+    run = train(name, **settings)
+    with torch._inductor.config.patch(fallback_random=True):
+        twin = train(f"{name}_torchcompile", compile=compile, **settings)
+    assert_agree(without_times(twin), without_times(run), rel=1e-2 if compile else 1e-5)
+    assert helpers.adam_steps(run.checkpoint["optimizer"]) >= 4 and run.checkpoint["optimizer"]["exp_avg"].any()
+
+
+@pytest.mark.parametrize("name", ACTOR_CRITICS)
+def test_actions_may_be_a_matrix(train, name):
+    """Each number within its own bounds."""
+    train(name, env_id="tiny_envs:Matrix-v0")
+    actions, space = np.stack(tiny_envs.received), tiny_envs.Matrix().action_space
+    assert actions.shape[1:] == (2, 2) and all(map(space.contains, actions.astype(np.float32)))
+    assert (np.ptp(actions, axis=0) > 0.1 * (space.high - space.low)).all()
+
+
+# Over Ray, whole runs
+
+
+@on_ray
+@pytest.mark.parametrize("name", ["impala_ray_torchcompile", "ppo_ray_torchcompile", "apex_dqn_ray_torchcompile"])
+def test_twin_learns_over_ray(train, name):
+    """Its own loop and its own runners; what is compiled is compared with the eager script in one process."""
+    run = train(name, num_runners=1, compile=False)
+    assert run.checkpoint["num_updates"] > 5 and run.lines[-1]["runners/alive"] == 1
+    assert all(np.isfinite(list(line.values())).all() for line in run.lines)
+
+
+@on_ray
+@each_script
+def test_a_resumed_run_may_have_other_runners(train, name):
+    run = train(name, num_runners=1)
+    longer = {"resume": str(run.run_dir), "device": "cpu", "total_timesteps": 2 * run.steps()[-1]}
+    on = helpers.call(name, **longer, override=("num_runners=2",))
+    assert on.checkpoint["args"]["num_runners"] == 2 and on.steps()[-1] >= 2 * run.steps()[-1]
+    assert max(line["runners/alive"] for line in on.lines[len(run.lines) :]) == 2
+
+
+@pytest.mark.parametrize("name", RAY)
+def test_a_run_whose_runners_are_all_silent_ends(name, monkeypatch):
+    """After --fragment-timeout without any news, by `stop`, which saves a checkpoint."""
+    script, now = load(name), [100.0]
+    runners = object.__new__(script.RayRunners)
+    runners.args, runners.in_flight = script.Args(fragment_timeout=5.0), {"a": (0, "x")}
+    runners.since, runners.last_news, runners.alive, runners.queue, runners.deadline = [0.0], -np.inf, {0}, [], 105.0
+    runners.ray, runners.stop = mock.Mock(), mock.Mock(side_effect=SystemExit)
+    runners.ray.wait.side_effect = lambda references, **_: ([], references)
+    monkeypatch.setattr(script, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    assert runners.ready() == [] and not runners.stop.called
+    now[0] = 106.0
+    with pytest.raises(SystemExit):
+        runners.ready()
+    assert "no runner has done anything for 5 s" in runners.stop.call_args[0][0]

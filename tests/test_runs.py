@@ -154,6 +154,14 @@ def test_checkpoints_come_as_often_as_asked(train, monkeypatch, name):
     assert on_policy(name) or [120, 240, 360] == saved[:3]  # though a line of the log was due at other steps
 
 
+def test_checkpoints_come_ten_times_in_a_run(train, monkeypatch):
+    script, saved = load("dqn"), []
+    save = script.Run.save
+    monkeypatch.setattr(script.Run, "save", lambda run: (saved.append(run.step), save(run))[1])
+    train("dqn")
+    assert saved == list(range(40, 401, 40))
+
+
 # The same numbers again
 
 

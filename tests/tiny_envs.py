@@ -112,6 +112,28 @@ class Count(Tiny):
         return obs, 100.0 * self.episode + self.t, even and self.t == 3, not even and self.t == 5
 
 
+class DiscreteCount(Count):
+    def __init__(self):
+        super().__init__()
+        self.action_space = CHOICE
+
+    def move(self, action):
+        return super().move([float(action)])
+
+
+class Matrix(Tiny):
+    """Actions are a matrix, each number of which has bounds of its own."""
+
+    def __init__(self):
+        super().__init__(Box(np.array([[-1, 0], [-0.5, -2]], np.float32), np.array([[1, 3], [0.2, 0]], np.float32)))
+
+    def start(self):
+        return self.np_random.normal(size=3).astype(np.float32)
+
+    def move(self, action):
+        return self.start(), -float(np.abs(action).sum()), self.np_random.random() < 0.1, self.steps % 15 == 0
+
+
 class Same(Tiny):
     """Always the same observation, so that nothing tells two steps apart. Ends, if ever, after four steps.
 
@@ -245,6 +267,8 @@ gym.register("DiscreteStream-v0", Stream, kwargs={"action_space": CHOICE}, max_e
 gym.register("ReachNumber-v0", Tiny, kwargs={"action_space": PUSH, "observation_space": Discrete(4)})
 gym.register("ChooseNumber-v0", Tiny, kwargs={"action_space": CHOICE, "observation_space": Discrete(4)})
 gym.register("Count-v0", Count)
+gym.register("DiscreteCount-v0", DiscreteCount)
+gym.register("Matrix-v0", Matrix)
 
 
 class Closing(Fragile):
