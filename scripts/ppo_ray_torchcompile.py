@@ -270,8 +270,8 @@ class Runner:
             sample = output[here] + noise[here]
             action[here] = sample.argmax(-1) if is_discrete else sample
             self.clock.lap("inference")
-            result_at, obs_at, here, rows = self.turns.step(here, self.agent.to_env(action[here]), shape[0])
-            raw_obs[obs_at], reward[result_at], terminated[result_at], truncated[result_at] = rows
+            result_at, obs_at, here, results = self.turns.step(here, self.agent.to_env(action[here]), shape[0])
+            raw_obs[obs_at], reward[result_at], terminated[result_at], truncated[result_at] = results
             obs[obs_at] = normalize(raw_obs[obs_at])
             spent[result_at] = self.clock.lap("env_step")
         done_before, self.obs, self.done = self.done[-1:], raw_obs[-1], terminated | truncated
@@ -310,8 +310,8 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         advantage = gae(reward, value, terminated, truncated, valid, args.gamma, args.gae_lambda)
         returns = advantage + value[:-1]
         explained_variance = 1 - (masked_std(advantage, valid) / (masked_std(returns, valid) + 1e-8)).square()
-        rows = (obs[:-1], action, log_prob, value[:-1], advantage, returns, valid)
-        return explained_variance, *(x.flatten(0, 1) for x in rows)
+        batch = (obs[:-1], action, log_prob, value[:-1], advantage, returns, valid)
+        return explained_variance, *(x.flatten(0, 1) for x in batch)
 
     def gradient(index: Tensor, stats: Tensor, *batch: Tensor) -> Tensor:
         """Sums over rows `index` (M,): valid rows, loss gradient (P,), METRICS. `stats`: advantages' mean, std."""

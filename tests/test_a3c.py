@@ -3,6 +3,7 @@
 Runners, the cluster and their faults are the text that test_impala.py is about; here is what is new.
 """
 
+import importlib
 import importlib.util
 import sys
 import time
@@ -257,11 +258,11 @@ def test_a2c_over_ray_is_the_same_each_time(train):
 def test_the_twin_compiles_in_its_runners(train, monkeypatch):
     """One graph, and learns the same, but for rounding."""
     run, graphs, script = train(num_runners=1, total_timesteps=512), [], load(COMPILED)
-    log = script.Run.log
+    log, counts = script.Run.log, "torch._dynamo.utils"  # of the runner's process; `counters` would be this one's
 
     def log_and_ask(run, metrics):
-        count = run.envs.actors[0].__ray_call__.remote(lambda _: counters["stats"]["unique_graphs"])
-        graphs.append(run.envs.ray.get(count))
+        theirs = run.envs.actors[0].__ray_call__.remote(lambda _: importlib.import_module(counts).counters["stats"])
+        graphs.append(run.envs.ray.get(theirs)["unique_graphs"])
         log(run, metrics)
 
     monkeypatch.setattr(script.Run, "log", log_and_ask)

@@ -617,13 +617,13 @@ def test_twin_learns_over_ray(train, name):
 
 
 @on_ray
-@each_script
-def test_a_resumed_run_may_have_other_runners(train, name):
+@pytest.mark.parametrize("name", [name for name in RAY if "num_runners" in load(name).CHANGEABLE])
+def test_a_resumed_run_may_have_other_runners(train, capfd, name):
     run = train(name, num_runners=1)
     longer = {"resume": str(run.run_dir), "device": "cpu", "total_timesteps": 2 * run.steps()[-1]}
     on = helpers.call(name, **longer, override=("num_runners=2",))
     assert on.checkpoint["args"]["num_runners"] == 2 and on.steps()[-1] >= 2 * run.steps()[-1]
-    assert max(line["runners/alive"] for line in on.lines[len(run.lines) :]) == 2
+    assert "in each of 2 runners\n" in capfd.readouterr().err  # the second may start after the end of a run this short
 
 
 @pytest.mark.parametrize("name", RAY)
