@@ -614,7 +614,7 @@ def test_settings_of_the_games_reach_them():
         ({"env_id": "Breakot-v5"}, "no Atari game Breakot-v5 in EnvPool; close to it: Breakout-v5"),
         ({"env_id": "CartPole-v1"}, "no Atari game CartPole-v1 in EnvPool"),
         ({"repeat_action_probability": 1.5}, "--repeat-action-probability must be at least 0 and at most 1"),
-        ({"num_minibatches": 3}, "32 rows can't be divided into 3 equal minibatches"),
+        ({"num_minibatches": 3}, "the 32 rows of a rollout can't be divided into 3 equal minibatches"),
         ({"total_timesteps": 31}, "less than one rollout"),
         ({"num_envs": 0}, "--num-envs must be at least 1"),
         ({"env_kwargs": '{"batch_size": 2}'}, "batch_size"),

@@ -205,8 +205,7 @@ TD3 = (
             (
                 "    nets = {True: critics[0], False: deepcopy(critics[0]).eval()}  "
                 "# the network that vmap runs: in training mode or not\n"
-                "    critics = TensorDictParams(from_modules(*critics).apply("
-                "lambda x: x.mT.contiguous() if x.ndim == 3 else x))\n",
+                "    critics = TensorDictParams(from_modules(*critics).apply(transposed))\n",
                 "",
             ),
             (
