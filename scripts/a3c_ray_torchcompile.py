@@ -105,7 +105,7 @@ class Args:
     gpus_per_runner: float = 0.0  # GPUs per runner; may be fractional; policies on frames then run there
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
     runner_restarts: int = 50  # dead runners are replaced, up to this times --num-runners; one more ends the run
-    fragment_timeout: float = 300.0  # silent for so many seconds: a runner is replaced; all of them: the run ends
+    fragment_timeout: float = 300.0  # seconds of silence: a runner is replaced; if it's all, or a learner, the run ends
 
     # A2C, A3C
     sync_gradients: bool = True  # A2C: one step with the mean gradient of all runners; else A3C: one step per gradient
@@ -448,7 +448,7 @@ class Adam(nn.Module):
     uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` would do nothing; `clip` them before.
-    To begin anew, set `exp_avg`, `exp_avg_sq` and `steps` to 0 and `beta_powers` to 1: compiled code reads the last.
+    To begin anew, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers`, of the formula, with 1.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -539,20 +539,24 @@ def check_adam() -> None:
     """Refuse an `Adam` whose formula, for compiled code, and kernel differ, as after a change of one of them.
 
     Numbers that are 0 are raised in both, so that one of your own, such as `weight_decay`, has an effect. Subclasses
-    are tested, too, by their defaults.
+    are tried, too, if they can be made, and make a step, by such arguments.
     """
-    for kind in (Adam, *Adam.__subclasses__()):
+    kinds = [Adam]
+    for kind in kinds:  # grows by the subclasses of subclasses
+        kinds += kind.__subclasses__()
         values = torch.linspace(-1, 1, 8)
         nets = [nn.ParameterList([values.clone(), values.view(2, 4).clone()]) for _ in range(2)]
-        by_formula, by_kernel = (kind(net, learning_rate=0.1) for net in nets)
-        by_formula.by_kernel = by_formula.by_formula  # which eager code, such as this, calls
-        for numbers in map(vars, (by_formula, by_kernel)):
-            numbers.update({name: x + 0.1 for name, x in numbers.items() if type(x) in (int, float) and x == 0})
-        for factor in (1.0, -0.3, 0.1):
-            for net, optimizer in zip(nets, (by_formula, by_kernel), strict=True):
+        with contextlib.suppress(TypeError, IndexError):
+            by_formula, by_kernel = (kind(net, learning_rate=0.1) for net in nets)
+            by_formula.by_kernel = by_formula.by_formula  # which eager code, such as this, calls
+            for numbers in map(vars, (by_formula, by_kernel)):
+                numbers.update({name: x + 0.1 for name, x in numbers.items() if type(x) in (int, float) and x == 0})
+            pairs = [*zip(nets, (by_formula, by_kernel), strict=True)]
+            for factor, net, optimizer in [(factor, *pair) for factor in (1.0, -0.3, 0.1) for pair in pairs]:
                 optimizer.step(tuple(factor * weight.detach().cos() for weight in net))
-        if not all(torch.allclose(*weights, rtol=1e-4) for weights in zip(*nets, strict=True)):
-            fail(f"`by_formula` of `{kind.__name__}`, which compiled code calls, and `by_kernel` differ: change both")
+            if not all(torch.allclose(*weights, rtol=1e-4) for weights in zip(*nets, strict=True)):
+                name = kind.__name__
+                fail(f"`by_formula` of `{name}`, which compiled code calls, and `by_kernel` differ: change both")
 
 
 # Folders of Python and of installed packages, which are libraries, but for one that this file lies in
@@ -582,9 +586,8 @@ def attributes_of(name: str, value) -> dict[str, tuple]:
         parts |= {f"{name}.{key}": (getattr, value, key) for key in keys if hasattr(value, key)}
     if hasattr(value, "__dict__") and not isinstance(value, type):
         is_open = is_own(value) or isinstance(value, nn.Module) or type(value).__name__ == "SimpleNamespace"
-        kinds, own = bool | int | float | str, vars(value)
-        keys = [key for key, x in own.items() if is_open or isinstance(x, kinds) or key == "param_groups"]
-        parts |= {f"{name}.{key}": (dict.get, own, key) for key in keys}
+        keys = [key for key, x in vars(value).items() if is_open or isinstance(x, bool | int | float | str)]
+        parts |= {f"{name}.{key}": (dict.get, vars(value), key) for key in keys}
     return parts
 
 
@@ -749,6 +752,8 @@ def check_equal(names: list[str], first: list, now: list) -> None:
             advice += "; to Ray's runners, send it by `publish`" * ("ray" in sys.modules)
             if name.endswith("training"):
                 advice = "a copy of the module, by deepcopy, can be in the other mode all the time"
+            if old == "unset":
+                advice = "it must have a value from the first call on"
             if name.startswith(("the length of", "the entries of")):
                 advice = "all entries must be there from the first call on"
             fail(f"`{name}` was {old} when this was compiled and is {new} now: {advice}")
@@ -820,7 +825,8 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     try:  # one row on its own, since layers may look at the whole batch
         check_same(np.concatenate([acting(obs[:1]), acting(obs[1:])]), learning(torch.from_numpy(obs)), obs)
     except (ValueError, IndexError) as error:  # such as BatchNorm's for a single row
-        fail(f"the policy can't act: {error} (at random observations; if it need not, leave `check_policy` out)")
+        hint = " (at random observations; if it never sees such ones, leave `check_policy` out)"
+        fail(f"the policy can't act: {error}{hint * isinstance(error, IndexError)}")
     finally:
         torch._foreach_copy_(state, first)
         for part, attributes in zip(parts, kept, strict=True):
@@ -1403,7 +1409,7 @@ class OneRunner(Runners):
         super().__init__(args, run)
         needs_ray = {"num-learners": args.num_learners > 1, "ray-address": args.ray_address is not None}
         needs_ray["rollout"] = getattr(args, "rollout", None) == "first-ready"
-        for name in [name for name, is_set in needs_ray.items() if is_set]:
+        for name in [name for name, is_given in needs_ray.items() if is_given]:
             fail(f"--{name} {getattr(args, name.replace('-', '_'))} is for --num-runners 1 or more")
         if args.gpus_per_runner and not torch.cuda.is_available():
             fail(f"--gpus-per-runner {args.gpus_per_runner:g}: this machine has no GPU")
@@ -1641,7 +1647,8 @@ class RayRunners(Runners):
         if differ := other_versions(news["versions"]):
             self.stop(f"runner {index} ({news['place']}) has {differ}")
         self.places[index], self.spaces, self.backend = news["place"], news["spaces"], news["backend"]
-        self.summary = f"{news['summary']}, in each of {self.args.num_runners} runners"
+        each = news["summary"].replace("this process", "its own process")
+        self.summary = each.replace("environments", f"environments of {self.args.num_runners} runners, each")
         self.alive.add(index)
         self.ask(index, self.ahead)
 
@@ -1972,9 +1979,11 @@ class Run:
         """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close
         own = {"rng", "script", "args", "seconds", "global_step", "iteration", "num_updates"}
-        for name in [name for name, part in state.items() if name in own or not hasattr(part, "state_dict")]:
-            why = "this name is taken" if name in own else "it has no `state_dict`; make it a buffer of an nn.Module"
-            fail(f"`run.open` can't keep `{name}` in checkpoints: {why}")
+        for name, part in state.items():
+            if name in own:
+                fail(f"`run.open` can't keep `{name}` in checkpoints: they use this name; give it another one")
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                fail(f"`run.open`: `{name}` needs `state_dict` and `load_state_dict`, as an nn.Module with buffers has")
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
         if self.checkpoint:
             self.restore()

@@ -103,7 +103,7 @@ class Args:
     gpus_per_runner: float = 0.0  # GPUs per runner; may be fractional; policies on frames then run there
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
     runner_restarts: int = 50  # dead runners are replaced, up to this times --num-runners; one more ends the run
-    fragment_timeout: float = 300.0  # silent for so many seconds: a runner is replaced; all of them: the run ends
+    fragment_timeout: float = 300.0  # seconds of silence: a runner is replaced; if it's all, or a learner, the run ends
 
     # Ape-X
     fragment_steps: int = 64  # steps of each environment in a fragment
@@ -465,7 +465,7 @@ class Adam(nn.Module):
     uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` would do nothing; `clip` them before.
-    To begin anew, set `exp_avg`, `exp_avg_sq` and `steps` to 0 and `beta_powers` to 1: compiled code reads the last.
+    To begin anew, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers`, of the formula, with 1.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -587,7 +587,8 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     try:  # one row on its own, since layers may look at the whole batch
         check_same(np.concatenate([acting(obs[:1]), acting(obs[1:])]), learning(torch.from_numpy(obs)), obs)
     except (ValueError, IndexError) as error:  # such as BatchNorm's for a single row
-        fail(f"the policy can't act: {error} (at random observations; if it need not, leave `check_policy` out)")
+        hint = " (at random observations; if it never sees such ones, leave `check_policy` out)"
+        fail(f"the policy can't act: {error}{hint * isinstance(error, IndexError)}")
     finally:
         torch._foreach_copy_(state, first)
         for part, attributes in zip(parts, kept, strict=True):
@@ -1252,7 +1253,7 @@ class OneRunner(Runners):
         super().__init__(args, run)
         needs_ray = {"num-learners": args.num_learners > 1, "ray-address": args.ray_address is not None}
         needs_ray["rollout"] = getattr(args, "rollout", None) == "first-ready"
-        for name in [name for name, is_set in needs_ray.items() if is_set]:
+        for name in [name for name, is_given in needs_ray.items() if is_given]:
             fail(f"--{name} {getattr(args, name.replace('-', '_'))} is for --num-runners 1 or more")
         if args.gpus_per_runner and not torch.cuda.is_available():
             fail(f"--gpus-per-runner {args.gpus_per_runner:g}: this machine has no GPU")
@@ -1490,7 +1491,8 @@ class RayRunners(Runners):
         if differ := other_versions(news["versions"]):
             self.stop(f"runner {index} ({news['place']}) has {differ}")
         self.places[index], self.spaces, self.backend = news["place"], news["spaces"], news["backend"]
-        self.summary = f"{news['summary']}, in each of {self.args.num_runners} runners"
+        each = news["summary"].replace("this process", "its own process")
+        self.summary = each.replace("environments", f"environments of {self.args.num_runners} runners, each")
         self.alive.add(index)
         self.ask(index, self.ahead)
 
@@ -1758,7 +1760,7 @@ class ReplayShards(Replay):
         self.ray, self.fragment_size = runners.ray, args.fragment_steps * args.envs_per_runner
         self.remote = self.ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(RemoteReplay)
         self.shards, self.num_given, self.num_added, self.num_lost, self.restarts = {}, {}, 0, 0, 0
-        self.adding, self.asked = {}, deque()  # pending answer -> shard; (shard, pending batches)
+        self.adding, self.asked = {}, deque()  # answer -> shard, transitions sent; (shard, pending batches)
         self.starting = {}  # shard -> pending answer of its start; it gets nothing before that
         try:
             with ending_early():
@@ -1782,11 +1784,12 @@ class ReplayShards(Replay):
         while not (started := [index for index in self.shards if index not in self.starting]):
             self.hear(*next(iter(self.starting.items())))
         index = started[self.num_added % len(started)]
-        self.adding[self.shards[index].add.remote(fragment)] = index
+        self.adding[self.shards[index].add.remote(fragment)] = index, self.fragment_size
         self.num_given[index] += 1
         self.num_added += 1
         for reference in self.ray.wait(list(self.adding), num_returns=len(self.adding), timeout=0)[0]:
-            self.hear(self.adding.pop(reference, None), reference, loss=self.fragment_size)
+            index, loss = self.adding.pop(reference, (None, 0))
+            self.hear(index, reference, loss)
 
     def hear(self, index: int | None, reference, loss: int = 0) -> tuple:
         """Whether a shard answered, and its answer; if it is dead, replace it. `loss`: transitions that it was sent."""
@@ -1824,10 +1827,10 @@ class ReplayShards(Replay):
             self.runners.stop(f"{death}; all {self.restarts} restarts are used up, {number}")
         self.restarts, self.num_lost = self.restarts + 1, self.num_lost + self.held(index)
         tqdm.write(f"{death}; restart {self.restarts}", file=sys.stderr)
-        self.adding = {reference: other for reference, other in self.adding.items() if other != index}
+        self.adding = {reference: other for reference, other in self.adding.items() if other[0] != index}
         self.asked = deque(pair for pair in self.asked if pair[0] != index)
         self.ray.kill(self.shards[index])
-        self.adding[self.start(index)] = index
+        self.adding[self.start(index)] = index, 0
 
     def draw(self, count: int) -> tuple:
         """The batches requested first; more are requested from the shards that hold something."""
@@ -1854,7 +1857,7 @@ class ReplayShards(Replay):
         shard, place = place
         reference = shard.prioritize.remote(place, error)
         for index in [index for index, other in self.shards.items() if other is shard]:
-            self.adding[reference] = index
+            self.adding[reference] = index, 0
 
     def metrics(self) -> dict[str, float]:
         held = sum(map(self.held, self.shards))
@@ -2038,9 +2041,11 @@ class Run:
         """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close
         own = {"rng", "script", "args", "seconds", "global_step", "iteration", "num_updates"}
-        for name in [name for name, part in state.items() if name in own or not hasattr(part, "state_dict")]:
-            why = "this name is taken" if name in own else "it has no `state_dict`; make it a buffer of an nn.Module"
-            fail(f"`run.open` can't keep `{name}` in checkpoints: {why}")
+        for name, part in state.items():
+            if name in own:
+                fail(f"`run.open` can't keep `{name}` in checkpoints: they use this name; give it another one")
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                fail(f"`run.open`: `{name}` needs `state_dict` and `load_state_dict`, as an nn.Module with buffers has")
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
         if self.checkpoint:
             self.restore()

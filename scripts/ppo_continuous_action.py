@@ -399,7 +399,7 @@ class Adam(nn.Module):
     uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` would do nothing; `clip` them before.
-    To begin anew, set `exp_avg`, `exp_avg_sq` and `steps` to 0 and `beta_powers` to 1: compiled code reads the last.
+    To begin anew, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers`, of the formula, with 1.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -555,7 +555,8 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     try:  # one row on its own, since layers may look at the whole batch
         check_same(np.concatenate([acting(obs[:1]), acting(obs[1:])]), learning(torch.from_numpy(obs)), obs)
     except (ValueError, IndexError) as error:  # such as BatchNorm's for a single row
-        fail(f"the policy can't act: {error} (at random observations; if it need not, leave `check_policy` out)")
+        hint = " (at random observations; if it never sees such ones, leave `check_policy` out)"
+        fail(f"the policy can't act: {error}{hint * isinstance(error, IndexError)}")
     finally:
         torch._foreach_copy_(state, first)
         for part, attributes in zip(parts, kept, strict=True):
@@ -1108,9 +1109,11 @@ class Run:
         """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close
         own = {"rng", "script", "args", "seconds", "global_step", "iteration", "num_updates"}
-        for name in [name for name, part in state.items() if name in own or not hasattr(part, "state_dict")]:
-            why = "this name is taken" if name in own else "it has no `state_dict`; make it a buffer of an nn.Module"
-            fail(f"`run.open` can't keep `{name}` in checkpoints: {why}")
+        for name, part in state.items():
+            if name in own:
+                fail(f"`run.open` can't keep `{name}` in checkpoints: they use this name; give it another one")
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                fail(f"`run.open`: `{name}` needs `state_dict` and `load_state_dict`, as an nn.Module with buffers has")
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
         if self.checkpoint:
             self.restore()

@@ -458,7 +458,7 @@ class Adam(nn.Module):
     uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` would do nothing; `clip` them before.
-    To begin anew, set `exp_avg`, `exp_avg_sq` and `steps` to 0 and `beta_powers` to 1: compiled code reads the last.
+    To begin anew, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers`, of the formula, with 1.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -549,20 +549,24 @@ def check_adam() -> None:
     """Refuse an `Adam` whose formula, for compiled code, and kernel differ, as after a change of one of them.
 
     Numbers that are 0 are raised in both, so that one of your own, such as `weight_decay`, has an effect. Subclasses
-    are tested, too, by their defaults.
+    are tried, too, if they can be made, and make a step, by such arguments.
     """
-    for kind in (Adam, *Adam.__subclasses__()):
+    kinds = [Adam]
+    for kind in kinds:  # grows by the subclasses of subclasses
+        kinds += kind.__subclasses__()
         values = torch.linspace(-1, 1, 8)
         nets = [nn.ParameterList([values.clone(), values.view(2, 4).clone()]) for _ in range(2)]
-        by_formula, by_kernel = (kind(net, learning_rate=0.1) for net in nets)
-        by_formula.by_kernel = by_formula.by_formula  # which eager code, such as this, calls
-        for numbers in map(vars, (by_formula, by_kernel)):
-            numbers.update({name: x + 0.1 for name, x in numbers.items() if type(x) in (int, float) and x == 0})
-        for factor in (1.0, -0.3, 0.1):
-            for net, optimizer in zip(nets, (by_formula, by_kernel), strict=True):
+        with contextlib.suppress(TypeError, IndexError):
+            by_formula, by_kernel = (kind(net, learning_rate=0.1) for net in nets)
+            by_formula.by_kernel = by_formula.by_formula  # which eager code, such as this, calls
+            for numbers in map(vars, (by_formula, by_kernel)):
+                numbers.update({name: x + 0.1 for name, x in numbers.items() if type(x) in (int, float) and x == 0})
+            pairs = [*zip(nets, (by_formula, by_kernel), strict=True)]
+            for factor, net, optimizer in [(factor, *pair) for factor in (1.0, -0.3, 0.1) for pair in pairs]:
                 optimizer.step(tuple(factor * weight.detach().cos() for weight in net))
-        if not all(torch.allclose(*weights, rtol=1e-4) for weights in zip(*nets, strict=True)):
-            fail(f"`by_formula` of `{kind.__name__}`, which compiled code calls, and `by_kernel` differ: change both")
+            if not all(torch.allclose(*weights, rtol=1e-4) for weights in zip(*nets, strict=True)):
+                name = kind.__name__
+                fail(f"`by_formula` of `{name}`, which compiled code calls, and `by_kernel` differ: change both")
 
 
 # Folders of Python and of installed packages, which are libraries, but for one that this file lies in
@@ -592,9 +596,8 @@ def attributes_of(name: str, value) -> dict[str, tuple]:
         parts |= {f"{name}.{key}": (getattr, value, key) for key in keys if hasattr(value, key)}
     if hasattr(value, "__dict__") and not isinstance(value, type):
         is_open = is_own(value) or isinstance(value, nn.Module) or type(value).__name__ == "SimpleNamespace"
-        kinds, own = bool | int | float | str, vars(value)
-        keys = [key for key, x in own.items() if is_open or isinstance(x, kinds) or key == "param_groups"]
-        parts |= {f"{name}.{key}": (dict.get, own, key) for key in keys}
+        keys = [key for key, x in vars(value).items() if is_open or isinstance(x, bool | int | float | str)]
+        parts |= {f"{name}.{key}": (dict.get, vars(value), key) for key in keys}
     return parts
 
 
@@ -712,14 +715,15 @@ def refuse_changes(function):
 
 def check_stack(critics: nn.ModuleList, actor: nn.Module, *inputs: Tensor) -> None:
     """SystemExit(2) for critics that can't run as one with stacked weights, tried with two rows of inputs."""
-    if {*critics.parameters()} & {*actor.parameters()}:
+    own = [{*net.parameters(), *net.buffers()} for net in critics]
+    if {*actor.parameters(), *actor.buffers()} & set().union(*own):
         fail("critics that share layers with the actor can't be stacked, which copies weights: use the eager file")
     kinds = bool | int | float | str | Tensor  # of attributes, which must be the same, as layers must
     plans = {
         repr([net, *({k: x for k, x in vars(part).items() if isinstance(x, kinds)} for part in net.modules())])
         for net in critics
     }
-    if len(plans) > 1 or len([*critics.parameters()]) < len(critics) * len([*critics[0].parameters()]):
+    if len(plans) > 1 or len(set().union(*own)) < sum(map(len, own)):
         fail("critics that share layers, or differ, can't be stacked: use the eager file, or give each its own")
     alone = deepcopy(critics[0])
     with torch.no_grad():
@@ -799,6 +803,8 @@ def check_equal(names: list[str], first: list, now: list) -> None:
             advice += "; to Ray's runners, send it by `publish`" * ("ray" in sys.modules)
             if name.endswith("training"):
                 advice = "a copy of the module, by deepcopy, can be in the other mode all the time"
+            if old == "unset":
+                advice = "it must have a value from the first call on"
             if name.startswith(("the length of", "the entries of")):
                 advice = "all entries must be there from the first call on"
             fail(f"`{name}` was {old} when this was compiled and is {new} now: {advice}")
@@ -1376,9 +1382,11 @@ class Run:
         """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close
         own = {"rng", "script", "args", "seconds", "global_step", "iteration", "num_updates"}
-        for name in [name for name, part in state.items() if name in own or not hasattr(part, "state_dict")]:
-            why = "this name is taken" if name in own else "it has no `state_dict`; make it a buffer of an nn.Module"
-            fail(f"`run.open` can't keep `{name}` in checkpoints: {why}")
+        for name, part in state.items():
+            if name in own:
+                fail(f"`run.open` can't keep `{name}` in checkpoints: they use this name; give it another one")
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                fail(f"`run.open`: `{name}` needs `state_dict` and `load_state_dict`, as an nn.Module with buffers has")
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
         if self.checkpoint:
             self.restore()

@@ -91,6 +91,17 @@ def test_every_script(script, small_run, capsys):
     assert "± " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("twin", [twin.stem for _, twin in helpers.PAIRS])
+def test_every_twin_plays_what_its_eager_script_would(twin, tmp_path):
+    """By the same weights; SAC's and TD3's are kept in another form, but not the policy's."""
+    name = helpers.pair_of(twin)
+    small = {} if name in helpers.EAGER else helpers.small_settings(name)
+    run = helpers.train(twin, tmp_path / "run", **small, compile=False)
+    scripts = None, SCRIPTS / f"{name}.py"
+    returns = [evaluate.evaluate(evaluate.Options(run.run_dir, episodes=2, script=script)) for script in scripts]
+    assert returns[0] == returns[1] and len(returns[0]) == 2
+
+
 def test_a_copied_script(run_dir, tmp_path, refused, capsys):
     copy = tmp_path / "copy" / "ppo.py"
     copy.parent.mkdir()

@@ -274,7 +274,7 @@ def test_resumed_run_goes_on(train):
     assert on.lines[: len(run.lines)] == run.lines and on.steps()[-1] >= 384
 
 
-@pytest.mark.parametrize("script", ["impala_ray", "ppo_ray", "a3c_ray", "apex_dqn_ray"])
+@pytest.mark.parametrize("script", ["impala_ray", "ppo_ray", "a3c_ray"])
 def test_a_signal_is_heard_within_a_fragment(tmp_path, monkeypatch, script):
     """In one process: the run ends at the next step, as of its last update."""
     monkeypatch.setattr(tiny_envs, "EVENT", "SIGTERM@40")
@@ -354,7 +354,7 @@ def test_learns_over_two_nodes(train):
     settings |= {"learning_rate": 1e-3, "anneal_lr": False, "batch_updates": 4}
     run = train(**settings, total_timesteps=60_000, log_every=5_000)
     returns, last = [line["charts/episodic_return"] for line in run.lines], run.lines[-1]
-    assert max(returns) > 100 > 2 * returns[0]  # such runs, which no two times see the same, may end in a dip
+    assert max(returns) > 100 > 2 * returns[0]  # runs over Ray differ each time; one may end in a dip
     assert last["runners/alive"] == 2 and last["runners/restarts"] == 0
     assert 0 < last["runners/staleness"] <= last["runners/staleness_max"]
     shares = {name: x for name, x in last.items() if name.startswith("time/")}

@@ -113,6 +113,9 @@ class ArraysBuffer:
     def state_dict(self) -> dict:
         return {}
 
+    def load_state_dict(self, _state: dict) -> None:
+        raise NotImplementedError("a rung of the ladder is not resumed")
+
 
 @torch.no_grad()
 def move_one_by_one(targets: list[torch.Tensor], weights: list[torch.Tensor], tau: float = 1.0, _buffers=()) -> None:
