@@ -751,16 +751,21 @@ def test_a_shard_that_has_not_started_keeps_nobody_waiting(two_shards):
     assert len(waited) == 1 and sum(replay.num_given.values()) == 1
 
 
-def test_a_lost_answer_is_not_a_lost_fragment(two_shards):
-    """When the machine of a shard dies, its answers go first. What it held is counted when it is found dead."""
-    lost = []
+def getting_but(lost: list):
+    """Ray's `get`, for which some references are lost."""
 
     def get(x, timeout=None):
         if x in lost:
             raise KeyError  # ObjectLostError, here
         return RAY_HERE.get(x, timeout)
 
-    replay = two_shards(get=get, kill=lambda _: None)
+    return get
+
+
+def test_a_lost_answer_is_not_a_lost_fragment(two_shards):
+    """When the machine of a shard dies, its answers go first. What it held is counted when it is found dead."""
+    lost = []
+    replay = two_shards(get=getting_but(lost), kill=lambda _: None)
     for i in range(4):
         replay.add(fragment(i))
     assert replay.sample(1) is not None
@@ -774,15 +779,9 @@ def test_a_lost_answer_is_not_a_lost_fragment(two_shards):
 def test_a_fragment_lost_on_its_way_is_counted_once(two_shards):
     """When its runner's machine dies before the shard has fetched it: it is not what the shard loses later."""
     lost = []
-
-    def get(x, timeout=None):
-        if x in lost:
-            raise KeyError  # ObjectLostError, here
-        return RAY_HERE.get(x, timeout)
-
     waiting = [True]
     wait = lambda references, **_: ([] if waiting else references, [])  # noqa: E731
-    replay = two_shards(get=get, wait=wait, kill=lambda _: None)
+    replay = two_shards(get=getting_but(lost), wait=wait, kill=lambda _: None)
     for i in range(4):
         replay.add(fragment(i))
     lost.append(next(reference for reference, (index, _) in replay.adding.items() if index == 0))
