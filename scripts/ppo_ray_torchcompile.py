@@ -665,27 +665,36 @@ def compiled(device: torch.device, *functions, **more_options):
 
 
 def check_adam() -> None:
-    """Refuse an `Adam` whose formula, for compiled code, and kernel differ, as after a change of one of them.
+    """Refuse an `Adam`, or a subclass, whose formula, for compiled code, and kernel differ, as if one was changed.
 
-    Numbers that are 0 are raised in both, so that one of your own, such as `weight_decay`, has an effect. Subclasses
-    are tried, too, if they can be made, and make a step, by such arguments.
+    Numbers that are 0 are raised in both, so that one of your own, such as `weight_decay`, has an effect.
     """
     kinds = [Adam]
     for kind in kinds:  # grows by the subclasses of subclasses
         kinds += kind.__subclasses__()
-        values = torch.linspace(-1, 1, 8)
-        nets = [nn.ParameterList([values.clone(), values.view(2, 4).clone()]) for _ in range(2)]
-        with contextlib.suppress(TypeError, IndexError):
-            by_formula, by_kernel = (kind(net, learning_rate=0.1) for net in nets)
-            by_formula.by_kernel = by_formula.by_formula  # which eager code, such as this, calls
-            for numbers in map(vars, (by_formula, by_kernel)):
-                numbers.update({name: x + 0.1 for name, x in numbers.items() if type(x) in (int, float) and x == 0})
-            pairs = [*zip(nets, (by_formula, by_kernel), strict=True)]
-            for factor, net, optimizer in [(factor, *pair) for factor in (1.0, -0.3, 0.1) for pair in pairs]:
-                optimizer.step(tuple(factor * weight.detach().cos() for weight in net))
-            if not all(torch.allclose(*weights, rtol=1e-4) for weights in zip(*nets, strict=True)):
-                name = kind.__name__
-                fail(f"`by_formula` of `{name}`, which compiled code calls, and `by_kernel` differ: change both")
+        differ = steps_differ(kind, (float,))
+        with contextlib.suppress(TypeError, IndexError):  # an integer may be an index
+            differ |= steps_differ(kind, (float, int))
+        if differ:
+            name = kind.__name__
+            fail(f"`by_formula` of `{name}`, which compiled code calls, and `by_kernel` differ: change both")
+
+
+def steps_differ(kind: type, raised: tuple[type, ...]) -> bool:
+    """Whether some steps of this optimizer differ by formula and by kernel; numbers of types `raised` are not 0."""
+    values = torch.linspace(-1, 1, 8)
+    nets = [nn.ParameterList([values.clone(), values.view(2, 4).clone()]) for _ in range(2)]
+    try:
+        by_formula, by_kernel = (kind(net, learning_rate=0.1) for net in nets)
+    except TypeError as error:
+        fail(f"`{kind.__name__}` must work with a module and `learning_rate` alone, to be checked: {error}")
+    by_formula.by_kernel = by_formula.by_formula  # which eager code, such as this, calls
+    for numbers in map(vars, (by_formula, by_kernel)):
+        numbers.update({name: x + 0.1 for name, x in numbers.items() if type(x) in raised and x == 0})
+    for factor in (1.0, -0.3, 0.1):
+        for net, optimizer in zip(nets, (by_formula, by_kernel), strict=True):
+            optimizer.step(tuple(factor * weight.detach().cos() for weight in net))
+    return not all(torch.allclose(*weights, rtol=1e-4) for weights in zip(*nets, strict=True))
 
 
 # Folders of Python and of installed packages, which are libraries, but for one that this file lies in

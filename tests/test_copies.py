@@ -567,27 +567,33 @@ class Decaying(Adam):
     assert end.value.code == 2 and "`by_formula` of `Decaying`" in capsys.readouterr().err
 
 
-def test_a_subclass_of_adam_that_cannot_be_tried_is_let_through(copy, train_copy):
-    """One that needs more arguments, and one with a number that must stay an index."""
-    classes = """
-class Another(Adam):
-    def __init__(self, module, rate, scales):
-        super().__init__(module, rate, eps=1e-5)
+def scaled(arguments: str) -> str:
+    """A subclass of Adam for which the integer 0 is an index, and must stay one."""
+    return f"""
+class Scaled(Adam):
+    def __init__(self, module, learning_rate, {arguments}):
+        super().__init__(module, learning_rate, eps=1e-5)
         self.group, self.scales = 0, scales
 
     def step(self, gradients):
         super().step(tuple(self.scales[self.group] * gradient for gradient in gradients))
 
 
-class Third(Another):
-    def __init__(self, module, learning_rate):
-        super().__init__(module, learning_rate, [1.0])
+def compiled("""
 
 
-"""
-    adam = "optimizer = Adam(agent, args.learning_rate, eps=1e-5)", "optimizer = Third(agent, args.learning_rate)"
-    module = copy("ppo_torchcompile", ("def compiled(", f"{classes}def compiled("), adam)
+def test_a_subclass_of_adam_with_an_index_that_is_zero_is_no_error(copy, train_copy):
+    adam = "optimizer = Adam(agent, args.learning_rate, eps=1e-5)", "optimizer = Scaled(agent, args.learning_rate)"
+    module = copy("ppo_torchcompile", ("def compiled(", scaled("scales=(1.0, 0.5)")), adam)
     assert len(train_copy(module, "ppo_torchcompile", compile=True)) > 3
+
+
+def test_a_subclass_of_adam_that_cannot_be_checked_is_refused(copy, train_copy, capsys):
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy("ppo_torchcompile", ("def compiled(", scaled("scales"))), "ppo_torchcompile", compile=True)
+    assert (
+        end.value.code == 2 and "`Scaled` must work with a module and `learning_rate` alone" in capsys.readouterr().err
+    )
 
 
 def test_a_number_on_the_cpu_that_a_graph_reads_is_refused(capsys):
@@ -621,18 +627,6 @@ def test_a_part_that_a_setting_leaves_out_may_have_no_value(copy, train_copy, sm
         assert log[0] == pytest.approx(small_run("ppo").metrics()[0], rel=1e-3, abs=1e-5) and len(log) > 3
 
 
-def test_a_variable_that_is_deleted_is_refused(copy, train_copy, capsys):
-    changes = [
-        before_the_loop("bonus = 0.05"),
-        (BONUS, "bonus * entropy"),
-        in_the_loop("if iteration == 2:\n            del bonus"),
-    ]
-    with pytest.raises(SystemExit) as end:
-        train_copy(copy("ppo_torchcompile", *changes), "ppo_torchcompile", compile=False)
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and "is not there any more: ValueError('Cell is empty')" in error
-
-
 @pytest.mark.parametrize("way", ["by_kernel", "by_formula"])
 def test_adam_begins_anew_as_its_docstring_says(way):
     """Its first step is then, as a first step is, the learning rate in the direction of the gradient."""
@@ -660,15 +654,25 @@ def test_a_weight_without_a_gradient_is_named_where_it_cannot_be_compiled(copy, 
     assert end.value.code == 2 and "appears to not have been used in the graph" in error
 
 
-def test_an_entry_that_is_gone_is_refused(copy, train_copy, capsys):
-    changes = [
+GONE = {
+    "KeyError('entropy')": [
         before_the_loop('weights = {"entropy": args.ent_coef}'),
         (BONUS, 'weights.get("entropy", 1) * entropy'),
         in_the_loop('weights.update(other=weights.pop("entropy", None)) if iteration > 1 else None'),
-    ]
+    ],
+    "ValueError('Cell is empty')": [
+        before_the_loop("bonus = 0.05"),
+        (BONUS, "bonus * entropy"),
+        in_the_loop("if iteration == 2:\n            del bonus"),
+    ],
+}
+
+
+@pytest.mark.parametrize("error", GONE)
+def test_an_entry_or_a_variable_that_is_gone_is_refused(copy, train_copy, capsys, error):
     with pytest.raises(SystemExit) as end:
-        train_copy(copy("ppo_torchcompile", *changes), "ppo_torchcompile", compile=False)
-    assert end.value.code == 2 and "is not there any more: KeyError('entropy')" in capsys.readouterr().err
+        train_copy(copy("ppo_torchcompile", *GONE[error]), "ppo_torchcompile", compile=False)
+    assert end.value.code == 2 and f"is not there any more: {error}" in capsys.readouterr().err
 
 
 def test_what_cannot_be_compiled_is_refused_in_one_line(copy, train_copy, capsys):

@@ -314,6 +314,23 @@ def test_weights_that_find_no_memory_end_the_run_with_a_checkpoint(name):
     runners.stop.assert_called_once_with("Ray can't store the weights: RuntimeError: disk is full")
 
 
+@pytest.mark.parametrize("name", RAY)
+def test_a_run_whose_runners_are_all_silent_ends(name, monkeypatch):
+    """After --fragment-timeout without any news, by `stop`, which saves a checkpoint."""
+    script, now = load(name), [100.0]
+    runners = object.__new__(script.RayRunners)
+    runners.args, runners.in_flight = script.Args(fragment_timeout=5.0), {"a": (0, "x")}
+    runners.since, runners.last_news, runners.alive, runners.queue, runners.deadline = [0.0], -np.inf, {0}, [], 105.0
+    runners.ray, runners.stop = mock.Mock(), mock.Mock(side_effect=SystemExit)
+    runners.ray.wait.side_effect = lambda references, **_: ([], references)
+    monkeypatch.setattr(script, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    assert runners.ready() == [] and not runners.stop.called
+    now[0] = 106.0
+    with pytest.raises(SystemExit):
+        runners.ready()
+    assert "no runner has done anything for 5 s" in runners.stop.call_args[0][0]
+
+
 # Environments of a runner
 
 
@@ -623,23 +640,5 @@ def test_a_resumed_run_may_have_other_runners(train, capfd, name):
     longer = {"resume": str(run.run_dir), "device": "cpu", "total_timesteps": 2 * run.steps()[-1]}
     on = helpers.call(name, **longer, override=("num_runners=2",))
     assert on.checkpoint["args"]["num_runners"] == 2 and on.steps()[-1] >= 2 * run.steps()[-1]
-    assert (
-        "environments of 2 runners, each: " in capfd.readouterr().err
-    )  # the second may start after the end of a run this short
-
-
-@pytest.mark.parametrize("name", RAY)
-def test_a_run_whose_runners_are_all_silent_ends(name, monkeypatch):
-    """After --fragment-timeout without any news, by `stop`, which saves a checkpoint."""
-    script, now = load(name), [100.0]
-    runners = object.__new__(script.RayRunners)
-    runners.args, runners.in_flight = script.Args(fragment_timeout=5.0), {"a": (0, "x")}
-    runners.since, runners.last_news, runners.alive, runners.queue, runners.deadline = [0.0], -np.inf, {0}, [], 105.0
-    runners.ray, runners.stop = mock.Mock(), mock.Mock(side_effect=SystemExit)
-    runners.ray.wait.side_effect = lambda references, **_: ([], references)
-    monkeypatch.setattr(script, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    assert runners.ready() == [] and not runners.stop.called
-    now[0] = 106.0
-    with pytest.raises(SystemExit):
-        runners.ready()
-    assert "no runner has done anything for 5 s" in runners.stop.call_args[0][0]
+    # Not by the log: the second may start after the end of a run this short
+    assert "environments of 2 runners, each: " in capfd.readouterr().err
