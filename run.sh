@@ -52,14 +52,18 @@ find_python() {
 }
 
 # Make .venv and install one requirements file, unless this has been done since any of these files last changed.
-install() {
-  local folder=$root/requirements sum stamp
-  if [ -n "$help" ]; then return; fi
+# The body is a subshell: at its end the lock is free for another command that installs, too.
+install() (
+  if [ -n "$help" ]; then exit; fi
+  folder=$root/requirements
+  if command -v flock > /dev/null; then
+    exec 9> "$root/.venv.lock"
+    flock 9
+  fi
   sum=$(cat "$folder"/*.txt | cksum | cut -d ' ' -f 1)
   stamp=$root/.venv/$1.$sum
-  if [ -e "$stamp" ]; then return; fi
+  if [ -e "$stamp" ]; then exit; fi
   if [ ! -x "$root/.venv/bin/pip" ]; then
-    local python
     python=$(find_python)
     "$python" -m venv "$root/.venv" || {
       echo "error: $python can't make a virtual environment; on Debian and Ubuntu, install python3-venv" >&2
@@ -70,15 +74,18 @@ install() {
   find "$root/.venv" -maxdepth 1 -name "requirements*.[0-9]*" ! -name "*.$sum" -delete  # of versions that go now
   "$root/.venv/bin/pip" install --quiet --disable-pip-version-check -r "$folder/$1.txt" -c "$folder/constraints.txt"
   touch "$stamp"
-}
+)
 
 # Make .venv-rllib or .venv-cleanrl, unless it is complete: these programs pin another Gymnasium than the scripts need.
 install_apart() {
-  local folder=$root/.venv-$1 file=$root/requirements/requirements-$1.txt given=${1^^}_PYTHON stamp
+  local folder=$root/.venv-$1 file=$root/requirements/requirements-$1.txt given=${1^^}_PYTHON stamp python
   stamp=$folder/complete.$(cksum < "$file" | cut -d ' ' -f 1)
   if [ -n "$help${!given:-}" ] || [ -e "$stamp" ]; then return; fi
   echo "installing requirements/requirements-$1.txt into .venv-$1" >&2
-  [ -x "$folder/bin/pip" ] || "$(find_python)" -m venv "$folder"
+  if [ ! -x "$folder/bin/pip" ]; then
+    python=$(find_python)
+    "$python" -m venv "$folder"
+  fi
   rm -f "$folder"/complete.*
   "$folder/bin/pip" install --quiet --disable-pip-version-check -r "$file"
   touch "$stamp"

@@ -187,13 +187,18 @@ def parity_lines(found: dict[str, dict[str, dict]], compared: tuple[str, ...]) -
 def compare_pairs(task: Task) -> None:
     """Whether the variants of each pair compute the same."""
 
+    latest = {}
+
     def on_change(found: dict) -> None:
+        latest.update(found)
         done = sum(len(own) for own in found.values())
         status = f"running: {done} of {len(found) * len(task.plan.compared)}"
         task.report.write("parity", status, parity_lines(found, task.plan.compared), found)
 
     flags, seconds = ["--device", task.plan.device], task.deadline - time.perf_counter()
     parity.compare_all(task.scripts, task.plan.compared, flags, seconds, task.work, task.cache, on_change)
+    if not all(own.get("equal") for variants in latest.values() for own in variants.values()):
+        raise RuntimeError("not all variants were seen to compute what eager does")
 
 
 def read_tests(output: str) -> dict[str, str]:
@@ -383,7 +388,8 @@ def run_part(name: str, part: Callable[[Task], None], task: Task) -> None:
     task.report.write(name, f"{status}, {time.perf_counter() - begin:.0f} s")
 
 
-def main(options: Options) -> None:
+def main(options: Options) -> int:
+    """Run a stage; returns the exit code, 1 if a part of it failed."""
     started, scripts = time.perf_counter(), check(options)
     options.leanrl = options.leanrl and options.leanrl.resolve()  # programs run in the root of the repository
     plan, report = TOY if options.dry_run else Plan(), Report(options.out, options.stage, options.dry_run)
@@ -401,3 +407,4 @@ def main(options: Options) -> None:
             cache = options.cache.resolve() if options.cache else Path(folder, "cache")  # of all parts
             run_part(name, part, Task(plan, scripts, options.leanrl, work, cache, report, deadline))
     print(report.path.read_text())
+    return int(any(status.startswith("failed") for status in report.status.values()))

@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -35,6 +37,14 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 
 sys.path.insert(0, str(ROOT / "scripts"))  # worker processes get this path too, and find the script by its name
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait until it is so; fail if it still is not after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, f"not so after {seconds:g} s"
+        time.sleep(0.05)
 
 
 def load(name: str) -> ModuleType:

@@ -116,7 +116,7 @@ def test_a_verdict_tells_what_is_sure(monkeypatch):
     assert text.startswith(
         "In 2 of 4 rows the default has at least 95% of the speed of the best other way, in 1 of them"
     )
-    assert text.endswith("in 1 it surely has less.")
+    assert text.endswith("in 1 the whole interval is below that.")
 
 
 def test_a_row_with_a_single_way_has_no_ratio():

@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 from benchmark_helpers import benchmark, benchmark_here, refusal
-from helpers import is_alive, on_ray
+from helpers import is_alive, on_ray, wait_until
 
 from benchmarks.common.programs import ROOT
 from benchmarks.learning import cluster_runs, sweep
@@ -141,10 +141,7 @@ def test_runs_end_with_the_sweep(cluster, on_cluster, tmp_path, signum):
     assert len(started) == 2
     driver.send_signal(signum)
     _, error = driver.communicate(timeout=60)
-    deadline = time.monotonic() + 20
-    while any(map(is_alive, started)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(is_alive, started))
+    wait_until(lambda: not any(map(is_alive, started)), 20)
     if signum == signal.SIGKILL:
         done = on_cluster("--resume", "--out", tmp_path)
         assert done.returncode == 0 and states(tmp_path, seed) == ["started", "started", "finished"]

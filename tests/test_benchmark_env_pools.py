@@ -116,13 +116,16 @@ def test_what_a_step_costs_the_learner_is_the_mean_over_the_log(monkeypatch, tmp
 
 
 def test_a_part_with_fewer_rounds_or_rows_does_not_replace_a_whole_one(monkeypatch, tmp_path):
-    def measure_with(*names, rounds=2):
+    def measure_with(*names, rounds=2, seconds=1.0):
         result = {"rows": [{"name": name} for name in names]}
         monkeypatch.setattr(env_pools, "measure_overhead", lambda _: result)
-        env_pools.main(env_pools.Options(parts=("overhead",), rounds=rounds, out=tmp_path))
+        env_pools.main(env_pools.Options(parts=("overhead",), rounds=rounds, seconds=seconds, out=tmp_path))
         known = json.loads((tmp_path / "overhead.json").read_text())
         return [row["name"] for row in known["rows"]], known["rounds"]
 
     monkeypatch.setattr(env_pools, "write_summary", lambda _: "")
     assert measure_with("a") == (["a"], 2) and measure_with("a", "b") == (["a", "b"], 2)
-    assert measure_with("b") == measure_with("a", "b", rounds=1) == (["a", "b"], 2)
+    assert measure_with("b") == (["a", "b"], 2)
+    for weaker in ({"rounds": 1}, {"seconds": 0.5}):
+        with pytest.raises(SystemExit):
+            measure_with("a", "b", **weaker)

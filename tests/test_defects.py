@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -623,13 +622,6 @@ def test_a_file_that_has_changed_since_its_run_began_is_told_of(tmp_path, capsys
 # Signals
 
 
-def wait_until(is_so: Callable[[], bool], seconds: float = 60):
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def processes_of(group: int) -> list[int]:
     """The processes of a process group that run; no zombies."""
     found = []
@@ -649,7 +641,7 @@ def test_sigterm_to_the_process_group_ends_the_run_whole(tmp_path, name):
     settings = {"num_envs": 2, "total_timesteps": 10**7, "env_id": "tiny_envs:Choose-v0", "run_dir": "run"}
     process = helpers.start(name, *helpers.flags(name, **settings, **workers), cwd=tmp_path)
     log = tmp_path / "run/metrics.jsonl"
-    wait_until(lambda: log.exists() and log.stat().st_size > 0)
+    helpers.wait_until(lambda: log.exists() and log.stat().st_size > 0)
     assert len(processes_of(process.pid)) >= 3
     os.killpg(process.pid, signal.SIGTERM)
     output, errors = process.communicate(timeout=30)
@@ -657,7 +649,7 @@ def test_sigterm_to_the_process_group_ends_the_run_whole(tmp_path, name):
     assert "Traceback" not in errors and "--resume run" in errors and "steps in" in output
     run = helpers.outcome(tmp_path / "run")
     assert run.checkpoint["global_step"] == run.steps()[-1] > 0
-    wait_until(lambda: not processes_of(process.pid), 5)
+    helpers.wait_until(lambda: not processes_of(process.pid), 5)
 
 
 WAITS = """
@@ -742,12 +734,12 @@ def test_a_signal_ends_a_run_whose_environments_are_never_made(tmp_path, name, s
     (tmp_path / "hanging.py").write_text(HANGS.format(in_worker=in_worker))
     count = "--num-workers" if has_pool(name) else "--num-envs"
     process = helpers.start(name, "--env-id", "hanging:Hang-v0", count, "2", "--run-dir", "run", cwd=tmp_path)
-    wait_until((tmp_path / "hangs").exists)
+    helpers.wait_until((tmp_path / "hangs").exists)
     time.sleep(0.5)
     os.killpg(process.pid, signum)
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 128 + signum and "Traceback" not in errors and not (tmp_path / "run").exists()
-    wait_until(lambda: not processes_of(process.pid), 5)
+    helpers.wait_until(lambda: not processes_of(process.pid), 5)
 
 
 @pytest.mark.parametrize("name", [name for name in EAGER if on_policy(name)])

@@ -335,9 +335,7 @@ def test_nothing_is_left_of_a_run_that_is_ended(tmp_path, signum, method):
     """Ctrl-C reaches the workers, too. Spawned ones know nothing of PyTorch, and have no second thread to compute."""
     arguments = helpers.flags(NAME, num_workers=3, start_method=method, total_timesteps=10**7, run_dir="run")
     process, log = helpers.start(NAME, *arguments, cwd=tmp_path), tmp_path / "run/metrics.jsonl"
-    deadline = time.monotonic() + 240
-    while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    helpers.wait_until(lambda: log.exists() and log.stat().st_size > 0, 240)
     children = workers_of(process.pid)
     memory = named_memory([process.pid, *children])
     assert len(children) >= 3
@@ -349,10 +347,7 @@ def test_nothing_is_left_of_a_run_that_is_ended(tmp_path, signum, method):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == (-signum if signum == signal.SIGKILL else 128 + signum), errors
     assert "Traceback" not in errors
-    deadline = time.monotonic() + 5
-    while any(map(helpers.is_alive, children)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(helpers.is_alive, children))
+    helpers.wait_until(lambda: not any(map(helpers.is_alive, children)), 5)
     assert not [path for path in memory if Path(path).exists()]
 
 
@@ -389,17 +384,13 @@ def test_a_step_that_does_not_end_is_no_orphan():
             time.sleep(60)
         finally:
             os._exit(1)  # else it would go on as a second pytest
-    deadline = time.monotonic() + 120
-    while not (children := workers_of(pid)) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    helpers.wait_until(lambda: workers_of(pid), 120)
+    children = workers_of(pid)
     time.sleep(0.5)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert any(map(helpers.is_alive, children))
-    deadline = time.monotonic() + 5
-    while any(map(helpers.is_alive, children)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(helpers.is_alive, children))
+    helpers.wait_until(lambda: not any(map(helpers.is_alive, children)), 5)
 
 
 # What is refused

@@ -535,9 +535,8 @@ def slurm(tmp_path):
 
 def test_a_run_on_slurm_saves_when_its_time_is_up(slurm, tmp_path):
     """By stubs: Slurm sends SIGTERM to the shell of the job alone."""
-    process, deadline = slurm(), time.monotonic() + 30
-    while time.monotonic() < deadline and not (tmp_path / "began").exists():
-        time.sleep(0.1)
+    process = slurm()
+    helpers.wait_until((tmp_path / "began").exists, 30)
     process.terminate()
     assert process.wait(30) == 143
     assert (tmp_path / "checkpoint").read_text() == "saved\n"
@@ -812,19 +811,14 @@ def test_no_process_outlives_a_run_that_is_stopped(tmp_path, signum):
     flags = ["--num-runners", "1", "--envs-per-runner", "2", "--log-every", "500", "--total-timesteps", "400000"]
     words = [*flags, "--checkpoint-every", "1000", "--run-dir", "run", "--no-tensorboard", "--device", "cpu"]
     run = helpers.start(EAGER, *words, cwd=tmp_path)
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "run" / "checkpoint.pt").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    helpers.wait_until((tmp_path / "run" / "checkpoint.pt").exists, 120)
     # Two agents of Ray's notice a driver that was killed only after a minute
     processes = {x for x in descendants(run.pid) if signum != signal.SIGKILL or "Agent" not in command_of(x)}
     assert len(processes) > 3
     os.killpg(run.pid, signum) if signum == signal.SIGINT else run.send_signal(signum)
     _, error = run.communicate(timeout=60)
     assert run.returncode == (-signum if signum == signal.SIGKILL else 128 + signum)
-    deadline = time.monotonic() + 20
-    while any(map(helpers.is_alive, processes)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not any(map(helpers.is_alive, processes))
+    helpers.wait_until(lambda: not any(map(helpers.is_alive, processes)), 20)
     outcome = helpers.outcome(tmp_path / "run")
     assert outcome.lines[-1]["global_step"] - outcome.checkpoint["global_step"] <= 1500
     assert signum == signal.SIGKILL or "--resume run" in error

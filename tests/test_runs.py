@@ -313,9 +313,7 @@ def test_ctrl_c_reaches_a_run_with_worker_processes(tmp_path):
     """A terminal sends it to the workers too."""
     arguments = helpers.flags("ppo_continuous_action", num_envs=2, total_timesteps=1_000_000, run_dir="run")
     process, log = helpers.start("ppo_continuous_action", *arguments, cwd=tmp_path), tmp_path / "run/metrics.jsonl"
-    deadline = time.monotonic() + 240
-    while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    helpers.wait_until(lambda: log.exists() and log.stat().st_size > 0, 240)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130

@@ -71,8 +71,8 @@ class Started(ABC):
         return self.poll()
 
     def failure(self) -> str | None:
-        """How it failed, in words; None if it ended well."""
-        code = self.poll()
+        """How it failed, in words; None if it runs or ended well."""
+        code = self.poll() or 0
         return f"exit code {code}" if code > 0 else f"killed by signal {-code}" if code else None
 
     def last_lines(self, count: int = 8) -> str:

@@ -235,7 +235,7 @@ def fields_of(script: str) -> dict[str, Field]:
 
 
 def make_envs(module: ModuleType, args, seeds: list[int]):
-    """The environments of a script, which step in lock-step if asked."""
+    """The environments of a script, one for each seed."""
     return environment_class(module)(args, seeds)
 
 

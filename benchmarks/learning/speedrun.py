@@ -172,10 +172,11 @@ def main(options: Options) -> int:
     contestants += [Contestant(name, programs[name]) for name in beside]
     settings = {"variant": options.variant, "cache": options.cache, "flags": options.flags}
     shared = {"script": options.script, "env_id": options.env_id, "score": score, "name": options.name}
-    shared["seeds"] = list(options.seeds)
+    shared |= {"seeds": list(options.seeds), "timeout": options.timeout}
     path = options.out / file_name(options.script, options.env_id, f"{score:g}", options.name)
     question = {"name": options.name, "score": score, "settings": settings}  # two names may give one path
-    target = Target(path, **question, contestants=[x.name for x in contestants], seeds=list(options.seeds))
+    question |= {"contestants": [x.name for x in contestants], "seeds": list(options.seeds)}
+    target = Target(path, {"timeout": options.timeout}, **question)
 
     def on_seed(known: dict) -> None:
         result = {**shared, "settings": settings, "contestants": known, "provenance": provenance()}
@@ -188,4 +189,4 @@ def main(options: Options) -> int:
         task, begun = (options.script, options.env_id), target.begun().get("contestants", {})
         measure(task, score, contestants, options.seeds, options.timeout, on_seed, bar, begun)
     print(write_summary(options.out))
-    return say_written(options.out, [target])
+    return say_written(options.out, [target], "speedrun.md")

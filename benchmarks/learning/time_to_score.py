@@ -133,7 +133,8 @@ def run_once(
                 lines, last = written(log)
                 found = find(lines)
         finally:
-            has_ended, code = child.poll() is not None, child.stop()
+            has_ended, failure = child.poll() is not None, child.failure()
+            child.stop()
         if has_ended and found is None:  # what it wrote after the last look
             lines, last = written(log)
             found = find(lines)
@@ -145,9 +146,9 @@ def run_once(
             return {"reached": True, "seconds": seconds, "steps": lines[found]["global_step"], **best}
         result = {"reached": False, "seconds": child.seconds if has_ended else timeout}
         result |= {"steps": lines[-1]["global_step"] if lines else 0, **best}
-        if has_ended and code:
+        if has_ended and failure:
             tqdm.write(child.last_lines())
-            result["failed"] = f"exit code {code}"
+            result["failed"] = failure
         return result
 
 
@@ -352,7 +353,8 @@ def main(options: Options) -> int:
     targets = []
     for task, score, contestants in plans:
         path, names = options.out / file_name(*task, options.flags), [x.name for x in contestants]
-        targets.append(Target(path, score=score, contestants=names, seeds=list(options.seeds)))
+        effort, question = {"timeout": options.timeout}, {"score": score, "contestants": names}
+        targets.append(Target(path, effort, **question, seeds=list(options.seeds)))
     begun = [target.begun().get("contestants", {}) for target in targets]
     lacks = [not x or has_failed(x) or min(map(len, x.values())) < len(options.seeds) for x in begun]
     is_whole, measured = [not x for x in lacks], []
@@ -364,6 +366,7 @@ def main(options: Options) -> int:
                 bar.update(len(contestants) * len(options.seeds))
                 continue
             shared = {"script": task[0], "env_id": task[1], "score": score, "flags": options.flags}
+            shared["timeout"] = options.timeout
             shared["differences"] = peers.differences(task[0], [x.name for x in contestants])
 
             def on_seed(known: dict, shared: dict = shared, target: Target = target) -> None:
@@ -375,4 +378,4 @@ def main(options: Options) -> int:
             measure(task, score, contestants, options.seeds, options.timeout, on_seed, bar, begun[i])
             measured.append(target)
     print(write_summary(options.out))
-    return say_written(options.out, measured)
+    return say_written(options.out, measured, "time_to_score.md", "time_to_score.png")

@@ -42,6 +42,7 @@ from benchmarks.common.programs import (
     load_script,
     missing_for_compile,
     pairs,
+    split_flags,
 )
 from benchmarks.common.results import make_folder, provenance, stoppable, write_json
 from benchmarks.learning import sweep
@@ -132,10 +133,7 @@ class Search:
 
 def check_flags(options: Options, names: list[str]) -> None:
     """Refuse --flags that the script does not take, or that are searched."""
-    try:
-        words = shlex.split(options.flags)
-    except ValueError as error:
-        fail(f"--flags {options.flags}: {error}")
+    words = split_flags(options.flags, refused=())
     typed = {word.partition("=")[0].lstrip("-").replace("-", "_").removeprefix("no_") for word in words}
     for name in typed:
         if name in names:

@@ -10,7 +10,7 @@ import difflib
 import math
 import types
 from dataclasses import Field, dataclass
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Literal, NoReturn, Union, get_args, get_origin
 
 from benchmarks.common.programs import SCRIPTS, fail, fields_of, load_script
 
@@ -116,11 +116,6 @@ def check_name(flag: str, name: str, known: dict[str, Field], script: str) -> No
         fail(f"{flag} {name}: {script} has no such setting" + (f"; did you mean {near[0]}?" if near else ""))
 
 
-def literal(node: ast.expr) -> Any:
-    """The value of a literal; ValueError if it is none."""
-    return ast.literal_eval(node)
-
-
 def parsed(text: str, with_factor: bool) -> tuple[str, tuple]:
     """(kind, numbers) of what stands behind the name; ValueError says what is wrong."""
     if with_factor and text.startswith("*"):
@@ -130,13 +125,13 @@ def parsed(text: str, with_factor: bool) -> tuple[str, tuple]:
         return "factor", (factor,)
     node = ast.parse(text, mode="eval").body
     if isinstance(node, ast.List):
-        values = tuple(literal(x) for x in node.elts)
+        values = tuple(map(ast.literal_eval, node.elts))
         if len(set(values)) < 2:
             raise ValueError("a list needs two different values or more")
         return "list", values
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in NUMBERS):
         raise ValueError("not known")
-    kind, numbers = node.func.id, tuple(literal(x) for x in node.args)
+    kind, numbers = node.func.id, tuple(map(ast.literal_eval, node.args))
     if node.keywords or len(numbers) != NUMBERS[kind] or any(type(x) not in (int, float) for x in numbers):
         raise ValueError(f"{kind} takes {NUMBERS[kind]} numbers")
     return kind, numbers

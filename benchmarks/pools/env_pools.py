@@ -433,13 +433,15 @@ def main(options: Options) -> int:
     tasks = {} if "sleeping" not in options.parts else tasks
     others = {"rllib": measure_rllib, "overhead": measure_overhead, "split": measure_split, "killed": measure_killed}
     tasks |= {part: others[part] for part in options.parts if part in others}
-    targets = {name: Target(options.out / f"{name}.json") for name in tasks}
+    efforts = {name: {"rounds": options.rounds, "seconds": options.seconds} for name in tasks}
+    efforts |= {"killed": {"rounds": options.rounds, "minute": options.minute}} if "killed" in tasks else {}
+    targets = {name: Target(options.out / f"{name}.json", efforts[name]) for name in tasks}
     before = {name: {"rows": []} | target.old for name, target in targets.items()}
     with stoppable(f"the parts that were finished before lie in {options.out}"):
         for name, task in tasks.items():
-            result = task(options) | {"rounds": options.rounds, "provenance": provenance()}
+            result = task(options) | efforts[name] | {"provenance": provenance()}
             old, new = (Counter(str(row.get("name", "a run")) for row in x["rows"]) for x in (before[name], result))
-            targets[name].write(result, old <= new and before[name].get("rounds", 0) <= options.rounds)
+            targets[name].write(result, old <= new)
             text = write_summary(options.out)
     print(text)
     return say_written(options.out, targets.values(), "env_pools.md", "env_pools.png")

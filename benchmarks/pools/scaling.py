@@ -21,7 +21,7 @@ from typing import Literal
 
 from benchmarks.common import plots, runs
 from benchmarks.common.programs import INSTALL, ROOT, SCRIPTS, check_positive, fail
-from benchmarks.common.results import Target, describe, make_folder, provenance, stoppable, table
+from benchmarks.common.results import Target, describe, make_folder, provenance, say_written, stoppable, table
 from benchmarks.pools import env_pools, models
 from benchmarks.pools import peers as pool_peers
 from benchmarks.pools.sleeping import TALK, Sleeping
@@ -157,7 +157,7 @@ def extrapolate(settings: dict, sizes: list[dict], runners: int = 1000) -> str:
     largest = [x for x in sizes if x["steps_per_second"] >= LINEAR * first * x["nodes"]][-1]
     most = 1 / largest["learner_seconds_per_step"]
     each = largest["steps_per_second"] / largest["nodes"] / settings["runners"]
-    fragment = settings["envs"] * (settings["steps"] if settings["script"] == "ppo_ray" else 16)
+    fragment = settings["envs"] * settings["steps"]
 
     def rates(steps: float) -> str:
         steps = float(f"{steps:.2g}")
@@ -220,12 +220,14 @@ def write_summary(out: Path) -> str:
     return text
 
 
-def main(options: Options) -> None:
+def main(options: Options) -> int:
     check_positive(options, "runners", "envs", "steps", "seconds")
     if options.nodes[:1] != (1,) or min(options.nodes) < 1:
         fail("--nodes: numbers of nodes, each 1 or more; begin with 1, to which the others are compared")
     if not pool_peers.installed("ray"):
         fail(f"ray is not installed: {INSTALL.format('ray')}")
+    if options.pools and options.runners * options.envs % 3:
+        fail("--runners times --envs must be a multiple of 3, for runners of 3 environments; or choose --no-pools")
     make_folder(options.out)
     settings = {name: getattr(options, name) for name in ("script", "runners", "envs", "steps")}
     target = Target(options.out / "scaling.json", {"seconds": options.seconds}, settings=settings)
@@ -236,6 +238,7 @@ def main(options: Options) -> None:
     with stoppable(f"the sizes that were finished before lie in {options.out}"):
         measure(options, settings, target)
     print(write_summary(options.out))
+    return say_written(options.out, [target], "scaling.md", "scaling.png")
 
 
 def measure(options: Options, settings: dict, target: Target) -> None:

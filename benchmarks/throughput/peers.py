@@ -161,9 +161,13 @@ SAC = (
     "the logarithm of the policy's standard deviation is clipped to [-20, 2], where ours goes through a tanh into "
     "[-5, 2]; the temperature's loss is linear in the logarithm of the temperature"
 )
+ENVS = (
+    "of several environments Gymnasium's, in one process, where ours takes EnvPool's if it has them, but for CartPole, "
+    "MountainCar and Pendulum"
+)
 NOTICED = {
-    "sb3": {"sac": SAC},
-    "sbx": {"sac": SAC},
+    "sb3": {"sac": SAC, "ppo_atari_envpool": "", "ppo": ENVS},
+    "sbx": {"sac": SAC, "ppo_atari_envpool": "", "ppo": ENVS},
     "rllib": {
         "ppo_ray": "the value's loss is its squared error, at most 10, where ours is half of it, clipped otherwise"
     },

@@ -129,14 +129,14 @@ def measure(
         try:
             learnt = follow(child, run / "metrics.jsonl", options, learns)
         finally:
-            was_running = child.poll() is None
-            code = child.stop()
+            failure = child.failure()
+            child.stop()
         run = runs.read_run(Path(folder, "run"))
         speeds = steady.windows(run.lines, options.window) if learnt or not learns else np.zeros(0)
         result = {"speeds": speeds.tolist(), "first_update_seconds": learnt, **child.resources()}
-        if (code != 0 and not was_running) or not len(speeds):
+        if failure or not len(speeds):
             tqdm.write(child.last_lines())
-            result["failed"] = f"exit code {code}" if code and not was_running else "no window of steady speed"
+            result["failed"] = failure or "no window of steady speed"
         return result, run
 
 
@@ -149,9 +149,10 @@ def measure_whole(script: str, name: str, options: Options, cache: Path) -> dict
         try:
             child.wait(options.timeout)
         finally:
-            has_ended, code = child.poll() is not None, child.stop()
-        if not has_ended or code:
-            return {"failed": f"exit code {code}" if has_ended else f"no end after {options.timeout:g} s"}
+            has_ended, failure = child.poll() is not None, child.failure()
+            child.stop()
+        if not has_ended or failure:
+            return {"failed": failure or f"no end after {options.timeout:g} s"}
         steps = runs.read_run(Path(folder, "run")).steps
         return {"steps": steps, "seconds": child.seconds, "steps_per_second": steps / child.seconds}
 
@@ -168,7 +169,7 @@ def summarize(results: list[dict]) -> dict:
     speeds = np.concatenate([result["speeds"] for result in good])
     low, median, high = np.quantile(speeds, [0.25, 0.5, 0.75]).tolist()
     summary |= {"steps_per_second": median, "quartiles": [low, high], "windows": len(speeds)}
-    summary |= {key: max(result[key] for result in good) for key in ("peak_memory_mb",)}
+    summary["peak_memory_mb"] = max(result["peak_memory_mb"] for result in good)
     summary["cores_used"] = float(np.median([result["cores_used"] for result in good]))
     starts = [result["first_update_seconds"] if "failed" not in result else None for result in results]
     warm = [start for start in starts if start is not None][1:]
@@ -382,7 +383,12 @@ def write_summary(out: Path) -> str:
     """Make `throughput.md` and `throughput.png` of all results in a folder; returns the Markdown."""
     results = load_all(out, "contestants", "break_even_steps")
     lines = ["# Throughput", "", INTRODUCTION, "", "![steps per second](throughput.png)", ""]
-    uses = {result["script"]: result["device_use"] for result in results if "device_use" in result}
+    beside = {True: " beside CleanRL and LeanRL", False: ""}
+    uses = {
+        f"{x['script']} {x['flags']}".strip() + beside[not set(CLONES).isdisjoint(x["contestants"])]: x["device_use"]
+        for x in results
+        if "device_use" in x
+    }
     if uses:
         device_use.draw(uses, out / "device_use.png")
         lines += ["![device busy over time](device_use.png)", ""]
