@@ -105,7 +105,7 @@ class Args:
     gpus_per_runner: float = 0.0  # GPUs per runner; may be fractional; policies on frames then run there
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
     runner_restarts: int = 50  # dead runners are replaced, up to this times --num-runners; one more ends the run
-    fragment_timeout: float = 300.0  # seconds of silence: a runner is replaced; if it's all, or a learner, the run ends
+    fragment_timeout: float = 300.0  # a runner silent so many seconds is replaced; if all are, or a learner, a run ends
 
     # A2C, A3C
     sync_gradients: bool = True  # A2C: one step with the mean gradient of all runners; else A3C: one step per gradient
@@ -130,7 +130,7 @@ class Args:
         """A2C asks each runner for one gradient, and waits for all; A3C takes the first that comes."""
         return "batched" if self.sync_gradients else "first"
 
-    # Not settings, but `Envs` reads them. EnvPool's threads: a runner's share of the cores here, or what it reserves
+    # Not settings, but `Envs` reads them. EnvPool's threads: cores here per runner, or as many as it reserves if more
     sync_envs = property(lambda args: not args.async_envs)
     env_threads = property(lambda args: max(1, int(args.cpus_per_runner), num_cores() // max(1, args.num_runners)))
 
@@ -275,7 +275,7 @@ def clip(gradients: tuple[Tensor, ...], max_norm: float) -> tuple[Tensor, ...]:
 def make_gradient(args: Args, observation_space: gym.Space, action_space: gym.Space, device: torch.device):
     """What a runner needs: network, `gradient`. Only the learner has an optimizer."""
     agent = ActorCritic(observation_space, action_space).to(device)
-    weights = list(agent.parameters())
+    weights = [weight for weight in agent.parameters() if weight.requires_grad]
 
     def gradient(obs: Tensor, action: Tensor, rows: Tensor) -> Tensor:
         """One vector of sums over rows: number of valid rows, gradient of the loss (P,), METRICS. They can be added.
@@ -449,11 +449,14 @@ class Adam(nn.Module):
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` would do nothing; `clip` them before.
     To begin anew, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers`, of the formula, with 1.
+    Weights that are frozen before, by `requires_grad_(False)`, stay as they are, and must stay frozen.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
         super().__init__()
-        self.weights, self.eps, self.betas = list(module.parameters()), eps, betas
+        weights, self.eps, self.betas = list(module.parameters()), eps, betas
+        self.weights = [weight for weight in weights if weight.requires_grad]
+        self.frozen = [weight for weight in weights if not weight.requires_grad]
         self.sizes = [w.numel() for w in self.weights]
         zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
         self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate, dtype=torch.float))
@@ -468,6 +471,12 @@ class Adam(nn.Module):
         parts = zip(self.weights, self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes), strict=True)
         views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
         self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
+
+    def state_dict(self, **settings) -> dict:
+        """The state for a checkpoint; SystemExit(2) if frozen weights are to learn now, as no step changes them."""
+        if any(weight.requires_grad for weight in self.frozen):
+            fail("weights that were frozen when their Adam was made can't learn later")
+        return super().state_dict(**settings)
 
     def load_state_dict(self, state: dict) -> None:
         """Load a checkpoint's state, but keep a learning rate that --override has changed."""
@@ -728,7 +737,8 @@ def tensors_only(function):
             reason, *lines = str(error).replace("raised:\n", "raised: ").splitlines()
             handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
             asked = [signum for signum, handler in handlers.items() if handler == signal.SIG_DFL]  # by `on_signal`
-            if "CppCompileError" in reason and asked and handlers[signal.SIGINT] != signal.default_int_handler:
+            has_begun = handlers[signal.SIGINT] not in (signal.default_int_handler, signal.SIG_IGN)  # as in a runner
+            if "CppCompileError" in reason and asked and has_begun:
                 print("stopped while compiling; what came since the last checkpoint is lost", file=sys.stderr)
                 sys.exit(128 + asked[0])  # the signal has ended the C++ compiler, too
             place = [line for line in lines if line.strip().startswith("File ")][-1:]
@@ -997,9 +1007,11 @@ class SyncEnvs:
             env.close()
 
 
-def check_portable(error: Exception) -> None:
-    """Raise a RuntimeError in place of an error that can't be pickled: a parent would wait for that one for ever."""
+def check_portable(error: BaseException) -> None:
+    """Raise a RuntimeError in place of an error that can't be sent to the parent, which would wait for it for ever."""
     try:
+        if isinstance(error, SystemExit):  # Gymnasium's worker does not send it
+            raise TypeError
         pickler = multiprocessing.reduction.ForkingPickler
         type(error)(pickler.loads(pickler.dumps(error)))
     except Exception:
@@ -1022,7 +1034,7 @@ class WorkerEnv(gym.Wrapper):
     def reset(self, **settings):
         try:
             obs, info = self.env.reset(**settings)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             check_portable(error)
             raise
         return self.checked(obs), numbers_in(info)  # nothing else is read, and other things may not fit into one array
@@ -1030,7 +1042,7 @@ class WorkerEnv(gym.Wrapper):
     def step(self, action):
         try:
             obs, *others, info = self.env.step(action)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             check_portable(error)
             raise
         return self.checked(obs), *others, numbers_in(info)
@@ -1064,22 +1076,22 @@ def light_start():
 
 def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
     """Environments, each in a worker process of its own."""
-
-    def give_up(signum: int, _frame) -> NoReturn:
-        for process in multiprocessing.active_children():
-            process.kill()  # workers ignore signals
-        sys.exit(128 + signum)
-
     print(f"starting {len(env_fns)} worker processes", file=sys.stderr)
     multiprocessing.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
     with light_start():
         multiprocessing.forkserver.ensure_running()  # started with signals blocked, which its workers inherit
         for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, give_up)  # a constructor may hang
+            signal.signal(signum, lambda signum, _frame: sys.exit(128 + signum))  # a constructor may hang
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
-        vector = gym.vector.AsyncVectorEnv(
-            [partial(WorkerEnv, env_fn, os.getpid()) for env_fn in env_fns], context="forkserver"
-        )
+        try:
+            workers = [partial(WorkerEnv, env_fn, os.getpid()) for env_fn in env_fns]
+            vector = gym.vector.AsyncVectorEnv(workers, context="forkserver")
+        except BaseException as error:  # a signal; or a worker has died, and others may hang
+            for process in multiprocessing.active_children():
+                process.kill()  # workers ignore signals
+            if isinstance(error, EOFError | ConnectionError):  # the latter may be an environment's own
+                raise RuntimeError(f"{error!r}: a worker may have died as it made its environment") from error
+            raise
     atexit.register(lambda: [process.kill() for process in vector.processes])  # else a failed run may wait for them
     return vector
 
@@ -1165,7 +1177,7 @@ class Envs:
             self.seeds = [None] * self.num_envs  # a second reset begins other episodes
             obs = self.flatten(obs)
             check_finite(obs, np.zeros(1), np.zeros(len(obs), dtype=bool))
-        except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
+        except (Exception, SystemExit) as error:  # whatever an environment brings up, or the pipe to a dead worker
             self.stop(self.explain(error))
         self.last_obs = obs
         return obs
@@ -1178,7 +1190,7 @@ class Envs:
             check_finite(obs, reward, terminated, self.last_obs)  # which statistics may count once more, unlike a 0
             if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
                 self.note_ends(infos, terminated | truncated)
-        except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
+        except (Exception, SystemExit) as error:  # whatever an environment brings up, or the pipe to a dead worker
             self.stop(self.explain(error))
         self.last_obs = obs
         return obs, reward, terminated, truncated
@@ -1342,14 +1354,17 @@ def set_weights(module: nn.Module, vector: np.ndarray) -> None:
 
 
 class Clock:
-    """Records where time goes: each lap adds the seconds since the previous one to a name, and returns them."""
+    """Records where time goes: each lap adds the seconds since the previous one to a name, and returns them.
+
+    What comes before the end of the first lap, such as the start of Ray, is not counted.
+    """
 
     def __init__(self):
-        self.seconds, self.last = defaultdict(float), time.perf_counter()
+        self.seconds, self.last = defaultdict(float), None
 
     def lap(self, name: str) -> float:
         now = time.perf_counter()
-        spent, self.last = now - self.last, now
+        spent, self.last = now - (self.last or now), now
         self.seconds[name] += spent
         return spent
 
@@ -1470,6 +1485,8 @@ def ending_early():
     handlers = {signum: signal.signal(signum, interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
+        if asked:  # and Python has swallowed the exception, as it does in destructors
+            raise KeyboardInterrupt
     except (KeyboardInterrupt, SystemExit) as error:
         if not asked and getattr(error, "code", None) != signal.SIGTERM:  # as by Ray's own handler while it starts
             raise
@@ -1598,8 +1615,8 @@ class RayRunners(Runners):
 
     In IMPALA and Ape-X, two fragments are requested of each runner: it works on one and can begin the next without
     waiting for the learner, but never runs far ahead. With --rollout first-ready, the next is requested when the
-    learner has taken one, and those older than one update are dropped; with batched, the learner waits for one from
-    each, with the newest weights.
+    learner has taken one, and those older than one update are dropped; with batched, and in A2C, the learner waits for
+    one from each, with the newest weights. For A3C see `GradientRunners`.
 
     A runner that dies, or whose environment raises, is replaced by another with new seeds; its pending requests are
     lost. The learner continues with the fragments of the others.
@@ -1756,6 +1773,7 @@ class RayRunners(Runners):
 
     def bury(self, index: int, error: Exception) -> None:
         """Replace a runner that died or raised; end the run if that happens repeatedly."""
+        self.run.stop_if_asked()  # what a signal to the whole group of processes has ended is no fault
         cause, summary = getattr(error, "cause", None), cause_of(error)
         address = str(error).replace(" ip=", "\tip: ").partition("\tip: ")[2]  # of an exception, or of a death
         host = address.replace(",", "\n").partition("\n")[0]
@@ -1871,14 +1889,14 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     typed = {other_names.get(flag, flag) for flag in (flag.removeprefix("no_") for flag in flags)}
     defaults = vars(Args())
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
-    of_the_machine = ["resume", "override", "device", "checkpoint_every"]
+    of_the_machine = ["resume", "override", "device", "checkpoint_every", "track", "tensorboard"]
     of_the_machine += ["ray_address", "fragment_timeout", "runner_restarts"]  # of scripts over Ray
     of_the_machine += [f"{what}_per_{who}" for what in ("cpus", "gpus") for who in ("runner", "learner")]
     for name, value in given.items():
         may_change = name in of_the_machine or (name == "total_timesteps" and value > saved.total_timesteps)
         if value != getattr(saved, name) and not may_change:
             flag, hint = f"--{name.replace('_', '-')}", f"; --override {name}={value}" * (name in CHANGEABLE)
-            fail(f"{flag} can't change when a run is resumed; --device and a longer --total-timesteps can{hint}")
+            fail(f"{flag} can't change in a run; --device, --checkpoint-every, a longer --total-timesteps can{hint}")
     if given.get("total_timesteps", saved.total_timesteps) != saved.total_timesteps:
         print("what is annealed over the run now follows the new --total-timesteps", file=sys.stderr)
     return overridden(replace(saved, **given | {"override": ()}), args.override), checkpoint
@@ -2006,7 +2024,7 @@ class Run:
             if not self.args.resume and any(self.dir.iterdir()):
                 fail(f"the run folder {self.dir} is not empty; --resume goes on with a run")
             self.open_files()
-        except (OSError, ImportError, ValueError) as error:
+        except Exception as error:  # those of Weights & Biases have no other type in common
             fail(f"can't use the run folder {self.dir}: {error}")
         if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
@@ -2027,6 +2045,9 @@ class Run:
         old = log.open(mode, errors="replace")  # closing any other handle of this file would end its lock
         if not lock(old):
             fail(f"another process is training {self.dir}: end it first")
+        saved = self.dir / "checkpoint.pt"
+        if self.args.resume and torch.load(saved, "cpu", weights_only=True, mmap=True)["global_step"] != self.step:
+            fail(f"another process has saved {self.dir} since this one read it: try again")
         git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
         commit = subprocess.getoutput(git) or None
         blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
@@ -2047,7 +2068,7 @@ class Run:
             }
         else:
             values, now = json.loads(config.read_text()), json.loads(json.dumps(asdict(self.args)))
-            if values.get("blob", blob) != blob:
+            if blob and values.get("blob") not in (None, blob):  # there is none where git is missing
                 print("note: this file has changed since the run began; the run keeps its settings", file=sys.stderr)
             parts, before = values.get("resumed", []), values.get("args", {}) | {"resume": now["resume"]}
             for part in parts:
@@ -2167,6 +2188,8 @@ class Run:
         self.file.close()
         if self.writer:
             self.writer.close()
+        if self.args.track:
+            sys.modules["wandb"].finish()  # else another run of this process may go on with this one's
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
         if error:

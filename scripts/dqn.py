@@ -136,7 +136,7 @@ def train(args: Args) -> Path:
     if args.target_network_frequency % args.train_frequency:
         fail("--target-network-frequency must be a multiple of --train-frequency")
     if args.buffer_size < args.num_envs + args.train_frequency:
-        fail(f"--buffer-size {args.buffer_size} is less than what comes in between two updates")
+        fail(f"--buffer-size must be {args.num_envs + args.train_frequency} at least, --num-envs and --train-frequency")
     exploration_steps = max(args.exploration_fraction * args.total_timesteps, 1)
     torch.set_num_threads(1)  # a second thread slows networks of this size down
     torch.set_flush_denormal(True)  # moments of Adam that decay to denormal numbers slow a CPU down
@@ -149,7 +149,7 @@ def train(args: Args) -> Path:
     target_network = deepcopy(network)
     optimizer, buffer = Adam(network, args.learning_rate), ReplayBuffer(args.buffer_size, envs.obs_dim, 1, device)
     # A single observation is too little work for a GPU, or for PyTorch: the policy acts on the CPU, in NumPy.
-    # `.cpu()` moves parameters and buffers, `copy_attributes` other tensors; `check_policy` refuses what differs
+    # `.cpu()` moves parameters and buffers, `copy_attributes` other tensors; `check_policy` fails if the copy differs
     collector = network if device.type == "cpu" else copy_attributes(network, deepcopy(network).cpu())
     q_values = numpy_mlp(collector.net)
     check_policy(q_values, collector, collector, envs.obs_dim)
@@ -170,7 +170,7 @@ def train(args: Args) -> Path:
     run.open(envs, network=network, target_network=target_network, optimizer=optimizer, **buffers)
     collector.load_state_dict(network.state_dict())  # the weights as loaded
     run.num_updates = run.step // args.train_frequency  # as saved, unless --override changed the frequency
-    losses, steps_per_move = None, args.target_network_frequency // args.train_frequency
+    losses, updates_per_move = None, args.target_network_frequency // args.train_frequency
     episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
     obs, done = envs.reset(), np.zeros(args.num_envs, dtype=bool)
     # A resumed run whose replay buffer was not saved refills it before it learns
@@ -203,15 +203,15 @@ def train(args: Args) -> Path:
             run.num_updates += 1
             if run.step > first_update:
                 losses = update()
-            if run.num_updates % steps_per_move == 0:
+            if run.num_updates % updates_per_move == 0:
                 layer_buffers = zip(target_network.buffers(), network.buffers(), strict=True)
-                move_towards(list(target_network.parameters()), optimizer.weights, args.tau, layer_buffers)
+                move_towards(list(target_network.parameters()), list(network.parameters()), args.tau, layer_buffers)
         if collector is not network:
             copy_to_cpu(network, collector)
 
         # Log
         if run.is_due():
-            # What acts must be what learns, even if this loop changes a number that `forward` reads
+            # Fail if what acts is no longer what learns: your changes may reach only one of the two
             rows = obs.astype(np.float32)
             check_same(q_values(rows), outputs_of(network, torch.from_numpy(rows).to(device)), rows)
             metrics = {} if losses is None else dict(zip(METRICS, losses.tolist(), strict=True))
@@ -367,11 +367,14 @@ class Adam(nn.Module):
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` would do nothing; `clip` them before.
     To begin anew, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers`, of the formula, with 1.
+    Weights that are frozen before, by `requires_grad_(False)`, stay as they are, and must stay frozen.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
         super().__init__()
-        self.weights, self.eps, self.betas = list(module.parameters()), eps, betas
+        weights, self.eps, self.betas = list(module.parameters()), eps, betas
+        self.weights = [weight for weight in weights if weight.requires_grad]
+        self.frozen = [weight for weight in weights if not weight.requires_grad]
         self.sizes = [w.numel() for w in self.weights]
         zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
         self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate, dtype=torch.float))
@@ -386,6 +389,12 @@ class Adam(nn.Module):
         parts = zip(self.weights, self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes), strict=True)
         views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
         self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
+
+    def state_dict(self, **settings) -> dict:
+        """The state for a checkpoint; SystemExit(2) if frozen weights are to learn now, as no step changes them."""
+        if any(weight.requires_grad for weight in self.frozen):
+            fail("weights that were frozen when their Adam was made can't learn later")
+        return super().state_dict(**settings)
 
     def load_state_dict(self, state: dict) -> None:
         """Load a checkpoint's state, but keep a learning rate that --override has changed."""
@@ -636,9 +645,11 @@ class SyncEnvs:
             env.close()
 
 
-def check_portable(error: Exception) -> None:
-    """Raise a RuntimeError in place of an error that can't be pickled: a parent would wait for that one for ever."""
+def check_portable(error: BaseException) -> None:
+    """Raise a RuntimeError in place of an error that can't be sent to the parent, which would wait for it for ever."""
     try:
+        if isinstance(error, SystemExit):  # Gymnasium's worker does not send it
+            raise TypeError
         pickler = multiprocessing.reduction.ForkingPickler
         type(error)(pickler.loads(pickler.dumps(error)))
     except Exception:
@@ -661,7 +672,7 @@ class WorkerEnv(gym.Wrapper):
     def reset(self, **settings):
         try:
             obs, info = self.env.reset(**settings)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             check_portable(error)
             raise
         return self.checked(obs), numbers_in(info)  # nothing else is read, and other things may not fit into one array
@@ -669,7 +680,7 @@ class WorkerEnv(gym.Wrapper):
     def step(self, action):
         try:
             obs, *others, info = self.env.step(action)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             check_portable(error)
             raise
         return self.checked(obs), *others, numbers_in(info)
@@ -703,22 +714,22 @@ def light_start():
 
 def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
     """Environments, each in a worker process of its own."""
-
-    def give_up(signum: int, _frame) -> NoReturn:
-        for process in multiprocessing.active_children():
-            process.kill()  # workers ignore signals
-        sys.exit(128 + signum)
-
     print(f"starting {len(env_fns)} worker processes", file=sys.stderr)
     multiprocessing.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
     with light_start():
         multiprocessing.forkserver.ensure_running()  # started with signals blocked, which its workers inherit
         for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, give_up)  # a constructor may hang
+            signal.signal(signum, lambda signum, _frame: sys.exit(128 + signum))  # a constructor may hang
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
-        vector = gym.vector.AsyncVectorEnv(
-            [partial(WorkerEnv, env_fn, os.getpid()) for env_fn in env_fns], context="forkserver"
-        )
+        try:
+            workers = [partial(WorkerEnv, env_fn, os.getpid()) for env_fn in env_fns]
+            vector = gym.vector.AsyncVectorEnv(workers, context="forkserver")
+        except BaseException as error:  # a signal; or a worker has died, and others may hang
+            for process in multiprocessing.active_children():
+                process.kill()  # workers ignore signals
+            if isinstance(error, EOFError | ConnectionError):  # the latter may be an environment's own
+                raise RuntimeError(f"{error!r}: a worker may have died as it made its environment") from error
+            raise
     atexit.register(lambda: [process.kill() for process in vector.processes])  # else a failed run may wait for them
     return vector
 
@@ -809,7 +820,7 @@ class Envs:
             self.seeds = [None] * self.num_envs  # a second reset begins other episodes
             obs = self.flatten(obs)
             check_finite(obs, np.zeros(1), np.zeros(len(obs), dtype=bool))
-        except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
+        except (Exception, SystemExit) as error:  # whatever an environment brings up, or the pipe to a dead worker
             self.stop(self.explain(error))
         self.last_obs = obs
         return obs
@@ -822,7 +833,7 @@ class Envs:
             check_finite(obs, reward, terminated, self.last_obs)  # which statistics may count once more, unlike a 0
             if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
                 self.note_ends(infos, terminated | truncated)
-        except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
+        except (Exception, SystemExit) as error:  # whatever an environment brings up, or the pipe to a dead worker
             self.stop(self.explain(error))
         self.last_obs = obs
         return obs, reward, terminated, truncated
@@ -920,14 +931,14 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     typed = {other_names.get(flag, flag) for flag in (flag.removeprefix("no_") for flag in flags)}
     defaults = vars(Args())
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
-    of_the_machine = ["resume", "override", "device", "checkpoint_every"]
+    of_the_machine = ["resume", "override", "device", "checkpoint_every", "track", "tensorboard"]
     of_the_machine += ["ray_address", "fragment_timeout", "runner_restarts"]  # of scripts over Ray
     of_the_machine += [f"{what}_per_{who}" for what in ("cpus", "gpus") for who in ("runner", "learner")]
     for name, value in given.items():
         may_change = name in of_the_machine or (name == "total_timesteps" and value > saved.total_timesteps)
         if value != getattr(saved, name) and not may_change:
             flag, hint = f"--{name.replace('_', '-')}", f"; --override {name}={value}" * (name in CHANGEABLE)
-            fail(f"{flag} can't change when a run is resumed; --device and a longer --total-timesteps can{hint}")
+            fail(f"{flag} can't change in a run; --device, --checkpoint-every, a longer --total-timesteps can{hint}")
     if given.get("total_timesteps", saved.total_timesteps) != saved.total_timesteps:
         print("what is annealed over the run now follows the new --total-timesteps", file=sys.stderr)
     return overridden(replace(saved, **given | {"override": ()}), args.override), checkpoint
@@ -1055,7 +1066,7 @@ class Run:
             if not self.args.resume and any(self.dir.iterdir()):
                 fail(f"the run folder {self.dir} is not empty; --resume goes on with a run")
             self.open_files()
-        except (OSError, ImportError, ValueError) as error:
+        except Exception as error:  # those of Weights & Biases have no other type in common
             fail(f"can't use the run folder {self.dir}: {error}")
         if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
@@ -1076,6 +1087,9 @@ class Run:
         old = log.open(mode, errors="replace")  # closing any other handle of this file would end its lock
         if not lock(old):
             fail(f"another process is training {self.dir}: end it first")
+        saved = self.dir / "checkpoint.pt"
+        if self.args.resume and torch.load(saved, "cpu", weights_only=True, mmap=True)["global_step"] != self.step:
+            fail(f"another process has saved {self.dir} since this one read it: try again")
         git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
         commit = subprocess.getoutput(git) or None
         blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
@@ -1096,7 +1110,7 @@ class Run:
             }
         else:
             values, now = json.loads(config.read_text()), json.loads(json.dumps(asdict(self.args)))
-            if values.get("blob", blob) != blob:
+            if blob and values.get("blob") not in (None, blob):  # there is none where git is missing
                 print("note: this file has changed since the run began; the run keeps its settings", file=sys.stderr)
             parts, before = values.get("resumed", []), values.get("args", {}) | {"resume": now["resume"]}
             for part in parts:
@@ -1216,6 +1230,8 @@ class Run:
         self.file.close()
         if self.writer:
             self.writer.close()
+        if self.args.track:
+            sys.modules["wandb"].finish()  # else another run of this process may go on with this one's
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
         if error:

@@ -16,7 +16,7 @@ reinforcement learning", https://doi.org/10.1038/nature14236.
 
 Its eager twin is `ppo_atari_envpool.py`; a diff of the two shows what compiling changes.
 Shapes: T = num_steps, N = num_envs, n = environments of a pool, B = T * N, M = rows of a minibatch, F = frames, A =
-number of actions, P = number of parameters. A step is four frames of the game (EnvPool's frame_skip).
+number of actions, P = number of parameters. A step is --frame-skip frames of the game.
 
 Settings, except --env-id, are those of CleanRL's script of the same name. Departures from it: a truncated game
 bootstraps from the value of its last observation; a game resets in the step after its end, and this row is masked; a
@@ -215,7 +215,7 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean of the larger squared error: the value's, or that of the value within clip_coef of the old one."""
+    """Half the mean squared error of the value; with clip_coef, row by row the larger of it and the clipped value's."""
     squared_error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
@@ -249,21 +249,21 @@ def train(args: Args) -> Path:
     obs = torch.zeros(*shape, 21, 21, 8, dtype=torch.int64, device=device)  # 64 bytes as 8 integers: faster to copy
     action, (log_prob, value) = torch.zeros_like(obs[..., 0, 0, 0]), torch.zeros(2, *shape, device=device)
     exponential = torch.zeros(*shape, agent.actor.out_features, device=device)
-    numbers = torch.arange(shape[0] * shape[1], device=device).view(*shape[:2], 1)  # by step and pool, in a tensor
+    entries = torch.arange(shape[0] * shape[1], device=device).view(*shape[:2], 1)  # by step and pool, in a tensor
 
     @torch.no_grad()
-    def act(newest: Tensor, number: Tensor) -> Tensor:
-        """A pool's newest frames, as `Envs.recv` returns them, and an entry of `numbers` -> sampled actions (n,).
+    def act(newest: Tensor, entry: Tensor) -> Tensor:
+        """A pool's newest frames, as `Envs.recv` returns them, and the entry to fill -> sampled actions (n,).
 
         The argmax of log-probabilities plus Gumbel noise, which is -log of exponential variables, is a sample.
         """
-        before = obs.flatten(0, 1).index_select(0, number - envs.num_pools).squeeze(0)
+        before = obs.flatten(0, 1).index_select(0, entry - envs.num_pools).squeeze(0)
         stack = push_frame(before, space_to_depth(newest[:, :84]), newest[:, 84, 0] == 1)
         log_probs, values = collector(stack)
-        sample = (log_probs - exponential.flatten(0, 1)[number].squeeze(0).log()).argmax(1)
+        sample = (log_probs - exponential.flatten(0, 1)[entry].squeeze(0).log()).argmax(1)
         chosen = log_probs.gather(1, sample.unsqueeze(1)).squeeze(1)
         for kept, x in ((obs, stack.view(torch.int64)), (value, values), (action, sample), (log_prob, chosen)):
-            kept.flatten(0, 1).index_copy_(0, number, x.unsqueeze(0))
+            kept.flatten(0, 1).index_copy_(0, entry, x.unsqueeze(0))
         return sample
 
     @torch.no_grad()
@@ -316,9 +316,10 @@ def train(args: Args) -> Path:
 
     def receive(t: int, pool: int) -> Tensor:
         """Receive the results of step t from a pool -> the next actions of its games (n,)."""
+        run.stop_if_asked()
         frame, rows[:, t, pool] = envs.recv(pool)
         newest[pool] = torch.from_numpy(frame).to(device)
-        return act(newest[pool], numbers[t + 2, pool])
+        return act(newest[pool], entries[t + 2, pool])
 
     for iteration in range(run.iteration, num_iterations):
         if args.anneal_lr:
@@ -330,16 +331,15 @@ def train(args: Args) -> Path:
         copy_attributes(agent, collector)
         torch.set_num_threads(1)  # a second thread would take a core from the games
         exponential.exponential_()
-        obs[0] = obs[-2]  # to which `newest` is pushed again, for the new weights
+        obs[0] = obs[-2]  # the stack before `newest`, which `act` pushes once more, with the new weights
         for pool in range(envs.num_pools):
-            envs.send(pool, act(newest[pool], numbers[1, pool]).cpu().numpy())
+            envs.send(pool, act(newest[pool], entries[1, pool]).cpu().numpy())
         for t in range(args.num_steps - 1):
-            run.stop_if_asked()
             for pool in range(envs.num_pools):
                 envs.send(pool, receive(t, pool).cpu().numpy())
         for pool in range(envs.num_pools):
-            receive(args.num_steps - 1, pool)  # for their value; the next rollout begins with these frames
-        # What acts must be what learns, even if this loop changes a number that `forward` reads
+            receive(args.num_steps - 1, pool)  # for the value of the last frames; the next rollout begins with them
+        # Fail if what acts is no longer what learns: your changes may reach only one of the two
         check_frames(collector, agent, obs[1, 0].view(torch.uint8))
         torch.set_num_threads(num_cores())
         done_before, done = done[-1:], (terminated + truncated) > 0
@@ -412,11 +412,14 @@ class Adam(nn.Module):
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` would do nothing; `clip` them before.
     To begin anew, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers`, of the formula, with 1.
+    Weights that are frozen before, by `requires_grad_(False)`, stay as they are, and must stay frozen.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
         super().__init__()
-        self.weights, self.eps, self.betas = list(module.parameters()), eps, betas
+        weights, self.eps, self.betas = list(module.parameters()), eps, betas
+        self.weights = [weight for weight in weights if weight.requires_grad]
+        self.frozen = [weight for weight in weights if not weight.requires_grad]
         self.sizes = [w.numel() for w in self.weights]
         zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
         self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate, dtype=torch.float))
@@ -431,6 +434,12 @@ class Adam(nn.Module):
         parts = zip(self.weights, self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes), strict=True)
         views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
         self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
+
+    def state_dict(self, **settings) -> dict:
+        """The state for a checkpoint; SystemExit(2) if frozen weights are to learn now, as no step changes them."""
+        if any(weight.requires_grad for weight in self.frozen):
+            fail("weights that were frozen when their Adam was made can't learn later")
+        return super().state_dict(**settings)
 
     def load_state_dict(self, state: dict) -> None:
         """Load a checkpoint's state, but keep a learning rate that --override has changed."""
@@ -691,7 +700,8 @@ def tensors_only(function):
             reason, *lines = str(error).replace("raised:\n", "raised: ").splitlines()
             handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
             asked = [signum for signum, handler in handlers.items() if handler == signal.SIG_DFL]  # by `on_signal`
-            if "CppCompileError" in reason and asked and handlers[signal.SIGINT] != signal.default_int_handler:
+            has_begun = handlers[signal.SIGINT] not in (signal.default_int_handler, signal.SIG_IGN)  # as in a runner
+            if "CppCompileError" in reason and asked and has_begun:
                 print("stopped while compiling; what came since the last checkpoint is lost", file=sys.stderr)
                 sys.exit(128 + asked[0])  # the signal has ended the C++ compiler, too
             place = [line for line in lines if line.strip().startswith("File ")][-1:]
@@ -977,14 +987,14 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     typed = {other_names.get(flag, flag) for flag in (flag.removeprefix("no_") for flag in flags)}
     defaults = vars(Args())
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
-    of_the_machine = ["resume", "override", "device", "checkpoint_every"]
+    of_the_machine = ["resume", "override", "device", "checkpoint_every", "track", "tensorboard"]
     of_the_machine += ["ray_address", "fragment_timeout", "runner_restarts"]  # of scripts over Ray
     of_the_machine += [f"{what}_per_{who}" for what in ("cpus", "gpus") for who in ("runner", "learner")]
     for name, value in given.items():
         may_change = name in of_the_machine or (name == "total_timesteps" and value > saved.total_timesteps)
         if value != getattr(saved, name) and not may_change:
             flag, hint = f"--{name.replace('_', '-')}", f"; --override {name}={value}" * (name in CHANGEABLE)
-            fail(f"{flag} can't change when a run is resumed; --device and a longer --total-timesteps can{hint}")
+            fail(f"{flag} can't change in a run; --device, --checkpoint-every, a longer --total-timesteps can{hint}")
     if given.get("total_timesteps", saved.total_timesteps) != saved.total_timesteps:
         print("what is annealed over the run now follows the new --total-timesteps", file=sys.stderr)
     return overridden(replace(saved, **given | {"override": ()}), args.override), checkpoint
@@ -1112,7 +1122,7 @@ class Run:
             if not self.args.resume and any(self.dir.iterdir()):
                 fail(f"the run folder {self.dir} is not empty; --resume goes on with a run")
             self.open_files()
-        except (OSError, ImportError, ValueError) as error:
+        except Exception as error:  # those of Weights & Biases have no other type in common
             fail(f"can't use the run folder {self.dir}: {error}")
         if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
@@ -1133,6 +1143,9 @@ class Run:
         old = log.open(mode, errors="replace")  # closing any other handle of this file would end its lock
         if not lock(old):
             fail(f"another process is training {self.dir}: end it first")
+        saved = self.dir / "checkpoint.pt"
+        if self.args.resume and torch.load(saved, "cpu", weights_only=True, mmap=True)["global_step"] != self.step:
+            fail(f"another process has saved {self.dir} since this one read it: try again")
         git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
         commit = subprocess.getoutput(git) or None
         blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
@@ -1153,7 +1166,7 @@ class Run:
             }
         else:
             values, now = json.loads(config.read_text()), json.loads(json.dumps(asdict(self.args)))
-            if values.get("blob", blob) != blob:
+            if blob and values.get("blob") not in (None, blob):  # there is none where git is missing
                 print("note: this file has changed since the run began; the run keeps its settings", file=sys.stderr)
             parts, before = values.get("resumed", []), values.get("args", {}) | {"resume": now["resume"]}
             for part in parts:
@@ -1273,6 +1286,8 @@ class Run:
         self.file.close()
         if self.writer:
             self.writer.close()
+        if self.args.track:
+            sys.modules["wandb"].finish()  # else another run of this process may go on with this one's
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
         if error:

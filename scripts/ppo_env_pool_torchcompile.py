@@ -237,7 +237,7 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean of the larger squared error: the value's, or that of the value within clip_coef of the old one."""
+    """Half the mean squared error of the value; with clip_coef, row by row the larger of it and the clipped value's."""
     squared_error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
@@ -267,14 +267,14 @@ def train(args: Args) -> Path:
     optimizer = Adam(agent, args.learning_rate, eps=1e-5)
 
     # A few observations are too little work for a GPU, or for PyTorch: the policy collects on the CPU, in NumPy.
-    # `.cpu()` moves parameters and buffers, `copy_attributes` other tensors; `check_policy` refuses what differs
+    # `.cpu()` moves parameters and buffers, `copy_attributes` other tensors; `check_policy` fails if the copy differs
     collector = agent if device.type == "cpu" else copy_attributes(agent, deepcopy(agent).cpu())
     policy = numpy_mlp(collector.actor)
     low, high = (None, None) if agent.is_discrete else (space.low.reshape(-1), space.high.reshape(-1))
     action_shape, action_type = ((), np.int64) if agent.is_discrete else (low.shape, np.float32)
 
     def acting(obs: np.ndarray) -> Tensor:
-        """Log-probability (B,) of action 0, or of zeros, by the policy that acts."""
+        """For the checks: log-probability (B,) by the policy that acts of action 0, or of zeros."""
         output = torch.from_numpy(policy(obs))
         if agent.is_discrete:
             return output.log_softmax(1)[:, 0]
@@ -356,7 +356,7 @@ def train(args: Args) -> Path:
             obs[t + 1, ready], reward[t, ready], terminated[t, ready], truncated[t, ready], lost[t, ready] = rows
             count[ready] += 1
             ready = ready[count[ready] < args.num_steps]
-        # What acts must be what learns, even if this loop changes a number that `forward` reads
+        # Fail if what acts is no longer what learns: your changes may reach only one of the two
         rows, no_action = obs[:2].reshape(-1, pool.obs_dim), torch.zeros(2 * num_envs, *action_shape, device=device)
         learnt, *_ = outputs_of(agent, torch.from_numpy(rows).to(device), no_action)
         check_same(acting(rows), learnt, rows)
@@ -435,11 +435,14 @@ class Adam(nn.Module):
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` would do nothing; `clip` them before.
     To begin anew, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers`, of the formula, with 1.
+    Weights that are frozen before, by `requires_grad_(False)`, stay as they are, and must stay frozen.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
         super().__init__()
-        self.weights, self.eps, self.betas = list(module.parameters()), eps, betas
+        weights, self.eps, self.betas = list(module.parameters()), eps, betas
+        self.weights = [weight for weight in weights if weight.requires_grad]
+        self.frozen = [weight for weight in weights if not weight.requires_grad]
         self.sizes = [w.numel() for w in self.weights]
         zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
         self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate, dtype=torch.float))
@@ -454,6 +457,12 @@ class Adam(nn.Module):
         parts = zip(self.weights, self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes), strict=True)
         views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
         self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
+
+    def state_dict(self, **settings) -> dict:
+        """The state for a checkpoint; SystemExit(2) if frozen weights are to learn now, as no step changes them."""
+        if any(weight.requires_grad for weight in self.frozen):
+            fail("weights that were frozen when their Adam was made can't learn later")
+        return super().state_dict(**settings)
 
     def load_state_dict(self, state: dict) -> None:
         """Load a checkpoint's state, but keep a learning rate that --override has changed."""
@@ -714,7 +723,8 @@ def tensors_only(function):
             reason, *lines = str(error).replace("raised:\n", "raised: ").splitlines()
             handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
             asked = [signum for signum, handler in handlers.items() if handler == signal.SIG_DFL]  # by `on_signal`
-            if "CppCompileError" in reason and asked and handlers[signal.SIGINT] != signal.default_int_handler:
+            has_begun = handlers[signal.SIGINT] not in (signal.default_int_handler, signal.SIG_IGN)  # as in a runner
+            if "CppCompileError" in reason and asked and has_begun:
                 print("stopped while compiling; what came since the last checkpoint is lost", file=sys.stderr)
                 sys.exit(128 + asked[0])  # the signal has ended the C++ compiler, too
             place = [line for line in lines if line.strip().startswith("File ")][-1:]
@@ -1018,6 +1028,12 @@ def become_worker() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # for programs that it starts
 
 
+def check_shape(obs, rows: np.ndarray) -> None:
+    """Raise a ValueError unless an observation has the shape of its row: a single number would fill a whole row."""
+    if np.shape(obs) != rows.shape[1:]:
+        raise ValueError(f"an observation of shape {np.shape(obs)}, by a space of shape {rows.shape[1:]}")
+
+
 def serve(env_fns: list, connection: Connection, first: int, seeds: list[int]) -> None:
     """Make environments, and step all of them in turn at each byte from the pool, until the pipe closes.
 
@@ -1034,7 +1050,9 @@ def serve(env_fns: list, connection: Connection, first: int, seeds: list[int]) -
     rows = np.frombuffer(memory, row_type(envs[0].observation_space, envs[0].action_space))
     obs, action, reward, terminated, truncated = (rows[name][first:] for name in rows.dtype.names)
     for i, env in enumerate(envs):
-        obs[i], reward[i], terminated[i], truncated[i] = env.reset(seed=seeds[i])[0], 0, False, False
+        first_obs = env.reset(seed=seeds[i])[0]
+        check_shape(first_obs, obs)
+        obs[i], reward[i], terminated[i], truncated[i] = first_obs, 0, False, False
     os.write(pipe, b"d")
     while os.read(pipe, 1):
         for i, env in enumerate(envs):
@@ -1042,8 +1060,7 @@ def serve(env_fns: list, connection: Connection, first: int, seeds: list[int]) -
                 row = env.reset()[0], 0, False, False, {}
             else:
                 row = env.step(action[i].copy())  # a copy, as the environment may keep it
-            if np.shape(row[0]) != obs.shape[1:]:  # a single number would be broadcast
-                raise ValueError(f"an observation of shape {np.shape(row[0])}, by a space of shape {obs.shape[1:]}")
+            check_shape(row[0], obs)
             obs[i], reward[i], terminated[i], truncated[i], info = row
             if terminated[i] or truncated[i]:
                 numbers = numbers_in(info)
@@ -1393,14 +1410,14 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     typed = {other_names.get(flag, flag) for flag in (flag.removeprefix("no_") for flag in flags)}
     defaults = vars(Args())
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
-    of_the_machine = ["resume", "override", "device", "checkpoint_every"]
+    of_the_machine = ["resume", "override", "device", "checkpoint_every", "track", "tensorboard"]
     of_the_machine += ["ray_address", "fragment_timeout", "runner_restarts"]  # of scripts over Ray
     of_the_machine += [f"{what}_per_{who}" for what in ("cpus", "gpus") for who in ("runner", "learner")]
     for name, value in given.items():
         may_change = name in of_the_machine or (name == "total_timesteps" and value > saved.total_timesteps)
         if value != getattr(saved, name) and not may_change:
             flag, hint = f"--{name.replace('_', '-')}", f"; --override {name}={value}" * (name in CHANGEABLE)
-            fail(f"{flag} can't change when a run is resumed; --device and a longer --total-timesteps can{hint}")
+            fail(f"{flag} can't change in a run; --device, --checkpoint-every, a longer --total-timesteps can{hint}")
     if given.get("total_timesteps", saved.total_timesteps) != saved.total_timesteps:
         print("what is annealed over the run now follows the new --total-timesteps", file=sys.stderr)
     return overridden(replace(saved, **given | {"override": ()}), args.override), checkpoint
@@ -1528,7 +1545,7 @@ class Run:
             if not self.args.resume and any(self.dir.iterdir()):
                 fail(f"the run folder {self.dir} is not empty; --resume goes on with a run")
             self.open_files()
-        except (OSError, ImportError, ValueError) as error:
+        except Exception as error:  # those of Weights & Biases have no other type in common
             fail(f"can't use the run folder {self.dir}: {error}")
         if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
@@ -1549,6 +1566,9 @@ class Run:
         old = log.open(mode, errors="replace")  # closing any other handle of this file would end its lock
         if not lock(old):
             fail(f"another process is training {self.dir}: end it first")
+        saved = self.dir / "checkpoint.pt"
+        if self.args.resume and torch.load(saved, "cpu", weights_only=True, mmap=True)["global_step"] != self.step:
+            fail(f"another process has saved {self.dir} since this one read it: try again")
         git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
         commit = subprocess.getoutput(git) or None
         blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
@@ -1569,7 +1589,7 @@ class Run:
             }
         else:
             values, now = json.loads(config.read_text()), json.loads(json.dumps(asdict(self.args)))
-            if values.get("blob", blob) != blob:
+            if blob and values.get("blob") not in (None, blob):  # there is none where git is missing
                 print("note: this file has changed since the run began; the run keeps its settings", file=sys.stderr)
             parts, before = values.get("resumed", []), values.get("args", {}) | {"resume": now["resume"]}
             for part in parts:
@@ -1689,6 +1709,8 @@ class Run:
         self.file.close()
         if self.writer:
             self.writer.close()
+        if self.args.track:
+            sys.modules["wandb"].finish()  # else another run of this process may go on with this one's
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
         if error:

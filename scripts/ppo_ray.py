@@ -108,7 +108,7 @@ class Args:
     gpus_per_learner: float = 0.0  # GPUs per learner, except for this process, which uses --device
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
     runner_restarts: int = 50  # dead runners are replaced, up to this times --num-runners; one more ends the run
-    fragment_timeout: float = 300.0  # seconds of silence: a runner is replaced; if it's all, or a learner, the run ends
+    fragment_timeout: float = 300.0  # a runner silent so many seconds is replaced; if all are, or a learner, a run ends
 
     # PPO
     num_steps: int = 128  # steps of each environment in a rollout
@@ -126,7 +126,7 @@ class Args:
     max_grad_norm: float = 0.5  # the gradient is scaled down to this norm, if it is longer
     target_kl: float | None = None  # stop the epochs on a rollout once an epoch's mean approx_kl exceeds this
 
-    # Not settings, but `Envs` reads them. EnvPool's threads: a runner's share of the cores here, or what it reserves
+    # Not settings, but `Envs` reads them. EnvPool's threads: cores here per runner, or as many as it reserves if more
     sync_envs = property(lambda args: not args.async_envs)
     env_threads = property(lambda args: max(1, int(args.cpus_per_runner), num_cores() // max(1, args.num_runners)))
 
@@ -216,7 +216,7 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean of the larger squared error: the value's, or that of the value within clip_coef of the old one."""
+    """Half the mean squared error of the value; with clip_coef, row by row the larger of it and the clipped value's."""
     squared_error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
@@ -247,11 +247,11 @@ class Runner:
         self.reward_scale = RewardScale(len(seeds), args.gamma)
 
     @torch.no_grad()
-    def sample(self, version: int, weights: np.ndarray, *known: tuple) -> tuple[dict, tuple[np.ndarray, ...]]:
-        """T steps, normalized by the learner's moments (`known`) -> report with the fragment's moments; fragment."""
+    def sample(self, version: int, weights: np.ndarray, obs_moments: tuple, scale_moments: tuple) -> tuple[dict, tuple]:
+        """T steps, normalized by the learner's moments -> report with those of this fragment; the fragment."""
         self.clock.lap("runners_waiting")
         set_weights(self.agent, weights)
-        set_moments(self.obs_norm, *known[0])
+        set_moments(self.obs_norm, *obs_moments)
         self.clock.lap("weights")
         shape, is_discrete = (self.args.num_steps, len(self.obs)), self.agent.is_discrete
         raw_obs, obs = (np.empty((shape[0] + 1, *self.obs.shape), x) for x in (self.obs.dtype, self.obs_type))
@@ -259,13 +259,13 @@ class Runner:
         action = np.empty(shape, dtype=np.int64) if is_discrete else np.empty_like(output)
         (reward, spent), (terminated, truncated) = np.empty((2, *shape)), np.empty((2, *shape), dtype=bool)
         normalize = self.obs_norm if self.obs_norm.count else lambda x: x  # the first rows have no statistics
-        raw_obs[0], obs[0], here = self.obs, normalize(self.obs), self.turns.begin()
-        while here is not None:
-            output[here] = self.policy(obs[here])
-            sample = output[here] + noise[here]
-            action[here] = sample.argmax(-1) if is_discrete else sample
+        raw_obs[0], obs[0], acting = self.obs, normalize(self.obs), self.turns.begin()  # index of who acts next
+        while acting is not None:
+            output[acting] = self.policy(obs[acting])
+            sample = output[acting] + noise[acting]
+            action[acting] = sample.argmax(-1) if is_discrete else sample
             self.clock.lap("inference")
-            result_at, obs_at, here, results = self.turns.step(here, self.agent.to_env(action[here]), shape[0])
+            result_at, obs_at, acting, results = self.turns.step(acting, self.agent.to_env(action[acting]), shape[0])
             raw_obs[obs_at], reward[result_at], terminated[result_at], truncated[result_at] = results
             obs[obs_at] = normalize(raw_obs[obs_at])
             spent[result_at] = self.clock.lap("env_step")
@@ -279,8 +279,8 @@ class Runner:
             self.obs_norm.update(raw_obs[1:].reshape(-1, self.envs.obs_dim))
         if self.args.norm_rewards:
             self.reward_scale(reward, valid)
-        seen = moments(self.obs_norm), moments(self.reward_scale)
-        merge(self.reward_scale, *known[1])  # scale rewards by all statistics so far, this fragment included
+        of_fragment = moments(self.obs_norm), moments(self.reward_scale)
+        merge(self.reward_scale, *scale_moments)  # scale rewards by all statistics so far, this fragment included
         if self.args.norm_rewards:
             reward = (reward / self.reward_scale.std).clip(-10, 10)
         log_prob = self.agent.log_prob(*(torch.from_numpy(x).to(self.device) for x in (output, action))).cpu()
@@ -288,7 +288,7 @@ class Runner:
         if self.turns.waits:
             self.clock.move("env_step", "env_reset", time_of_resets(spent[:, 0], ~valid))
         self.clock.lap("inference")
-        report = {"version": version, "steps": int(valid.sum()), "episodes": episodes, "moments": seen}
+        report = {"version": version, "steps": int(valid.sum()), "episodes": episodes, "moments": of_fragment}
         return report | {"infos": take(self.envs.infos), "seconds": take(self.clock.seconds)}, (obs, action, rows)
 
 
@@ -337,9 +337,9 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         """Learn from a minibatch. Several learners exchange one vector, and take the same step."""
         return descend(add_up(gradient(index, stats, *batch)) if add_up else gradient(index, stats, *batch))
 
-    def update_epoch(permutation: Tensor, all_stats: Tensor, *batch: Tensor) -> Tensor:
+    def update_epoch(permutation: Tensor, stats: Tensor, *batch: Tensor) -> Tensor:
         """One pass over the batch in minibatches, the rows of `permutation` (K, M) -> the mean of their losses."""
-        return torch.stack([update_minibatch(*x, *batch) for x in zip(permutation, all_stats, strict=True)]).mean(0)
+        return torch.stack([update_minibatch(*x, *batch) for x in zip(permutation, stats, strict=True)]).mean(0)
 
     def learn(fragments: list[tuple[np.ndarray, ...]]) -> Tensor:
         """Learn from fragments -> METRICS, explained variance, learning rate. All learners use one order of rows."""
@@ -496,7 +496,7 @@ class RunningNorm:
     def update(self, x: np.ndarray) -> None:
         self.count += len(x)
         delta = x - self.mean
-        self.mean += delta.sum(0) / max(self.count, 1)  # without a row if all are resets
+        self.mean += delta.sum(0) / max(self.count, 1)  # 0 if all rows so far were resets
         self.squares += (delta * (x - self.mean)).sum(0)
 
     @property
@@ -559,11 +559,14 @@ class Adam(nn.Module):
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` would do nothing; `clip` them before.
     To begin anew, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers`, of the formula, with 1.
+    Weights that are frozen before, by `requires_grad_(False)`, stay as they are, and must stay frozen.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
         super().__init__()
-        self.weights, self.eps, self.betas = list(module.parameters()), eps, betas
+        weights, self.eps, self.betas = list(module.parameters()), eps, betas
+        self.weights = [weight for weight in weights if weight.requires_grad]
+        self.frozen = [weight for weight in weights if not weight.requires_grad]
         self.sizes = [w.numel() for w in self.weights]
         zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
         self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate, dtype=torch.float))
@@ -578,6 +581,12 @@ class Adam(nn.Module):
         parts = zip(self.weights, self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes), strict=True)
         views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
         self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
+
+    def state_dict(self, **settings) -> dict:
+        """The state for a checkpoint; SystemExit(2) if frozen weights are to learn now, as no step changes them."""
+        if any(weight.requires_grad for weight in self.frozen):
+            fail("weights that were frozen when their Adam was made can't learn later")
+        return super().state_dict(**settings)
 
     def load_state_dict(self, state: dict) -> None:
         """Load a checkpoint's state, but keep a learning rate that --override has changed."""
@@ -843,9 +852,11 @@ class SyncEnvs:
             env.close()
 
 
-def check_portable(error: Exception) -> None:
-    """Raise a RuntimeError in place of an error that can't be pickled: a parent would wait for that one for ever."""
+def check_portable(error: BaseException) -> None:
+    """Raise a RuntimeError in place of an error that can't be sent to the parent, which would wait for it for ever."""
     try:
+        if isinstance(error, SystemExit):  # Gymnasium's worker does not send it
+            raise TypeError
         pickler = multiprocessing.reduction.ForkingPickler
         type(error)(pickler.loads(pickler.dumps(error)))
     except Exception:
@@ -868,7 +879,7 @@ class WorkerEnv(gym.Wrapper):
     def reset(self, **settings):
         try:
             obs, info = self.env.reset(**settings)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             check_portable(error)
             raise
         return self.checked(obs), numbers_in(info)  # nothing else is read, and other things may not fit into one array
@@ -876,7 +887,7 @@ class WorkerEnv(gym.Wrapper):
     def step(self, action):
         try:
             obs, *others, info = self.env.step(action)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             check_portable(error)
             raise
         return self.checked(obs), *others, numbers_in(info)
@@ -910,22 +921,22 @@ def light_start():
 
 def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
     """Environments, each in a worker process of its own."""
-
-    def give_up(signum: int, _frame) -> NoReturn:
-        for process in multiprocessing.active_children():
-            process.kill()  # workers ignore signals
-        sys.exit(128 + signum)
-
     print(f"starting {len(env_fns)} worker processes", file=sys.stderr)
     multiprocessing.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
     with light_start():
         multiprocessing.forkserver.ensure_running()  # started with signals blocked, which its workers inherit
         for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, give_up)  # a constructor may hang
+            signal.signal(signum, lambda signum, _frame: sys.exit(128 + signum))  # a constructor may hang
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
-        vector = gym.vector.AsyncVectorEnv(
-            [partial(WorkerEnv, env_fn, os.getpid()) for env_fn in env_fns], context="forkserver"
-        )
+        try:
+            workers = [partial(WorkerEnv, env_fn, os.getpid()) for env_fn in env_fns]
+            vector = gym.vector.AsyncVectorEnv(workers, context="forkserver")
+        except BaseException as error:  # a signal; or a worker has died, and others may hang
+            for process in multiprocessing.active_children():
+                process.kill()  # workers ignore signals
+            if isinstance(error, EOFError | ConnectionError):  # the latter may be an environment's own
+                raise RuntimeError(f"{error!r}: a worker may have died as it made its environment") from error
+            raise
     atexit.register(lambda: [process.kill() for process in vector.processes])  # else a failed run may wait for them
     return vector
 
@@ -1011,7 +1022,7 @@ class Envs:
             self.seeds = [None] * self.num_envs  # a second reset begins other episodes
             obs = self.flatten(obs)
             check_finite(obs, np.zeros(1), np.zeros(len(obs), dtype=bool))
-        except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
+        except (Exception, SystemExit) as error:  # whatever an environment brings up, or the pipe to a dead worker
             self.stop(self.explain(error))
         self.last_obs = obs
         return obs
@@ -1024,7 +1035,7 @@ class Envs:
             check_finite(obs, reward, terminated, self.last_obs)  # which statistics may count once more, unlike a 0
             if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
                 self.note_ends(infos, terminated | truncated)
-        except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
+        except (Exception, SystemExit) as error:  # whatever an environment brings up, or the pipe to a dead worker
             self.stop(self.explain(error))
         self.last_obs = obs
         return obs, reward, terminated, truncated
@@ -1285,14 +1296,17 @@ def advantage_stats(advantage: Tensor, valid: Tensor, norm_adv: bool, add_up=Non
 
 
 class Clock:
-    """Records where time goes: each lap adds the seconds since the previous one to a name, and returns them."""
+    """Records where time goes: each lap adds the seconds since the previous one to a name, and returns them.
+
+    What comes before the end of the first lap, such as the start of Ray, is not counted.
+    """
 
     def __init__(self):
-        self.seconds, self.last = defaultdict(float), time.perf_counter()
+        self.seconds, self.last = defaultdict(float), None
 
     def lap(self, name: str) -> float:
         now = time.perf_counter()
-        spent, self.last = now - self.last, now
+        spent, self.last = now - (self.last or now), now
         self.seconds[name] += spent
         return spent
 
@@ -1413,6 +1427,8 @@ def ending_early():
     handlers = {signum: signal.signal(signum, interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
+        if asked:  # and Python has swallowed the exception, as it does in destructors
+            raise KeyboardInterrupt
     except (KeyboardInterrupt, SystemExit) as error:
         if not asked and getattr(error, "code", None) != signal.SIGTERM:  # as by Ray's own handler while it starts
             raise
@@ -1541,8 +1557,8 @@ class RayRunners(Runners):
 
     In IMPALA and Ape-X, two fragments are requested of each runner: it works on one and can begin the next without
     waiting for the learner, but never runs far ahead. With --rollout first-ready, the next is requested when the
-    learner has taken one, and those older than one update are dropped; with batched, the learner waits for one from
-    each, with the newest weights.
+    learner has taken one, and those older than one update are dropped; with batched, and in A2C, the learner waits for
+    one from each, with the newest weights. For A3C see `GradientRunners`.
 
     A runner that dies, or whose environment raises, is replaced by another with new seeds; its pending requests are
     lost. The learner continues with the fragments of the others.
@@ -1699,6 +1715,7 @@ class RayRunners(Runners):
 
     def bury(self, index: int, error: Exception) -> None:
         """Replace a runner that died or raised; end the run if that happens repeatedly."""
+        self.run.stop_if_asked()  # what a signal to the whole group of processes has ended is no fault
         cause, summary = getattr(error, "cause", None), cause_of(error)
         address = str(error).replace(" ip=", "\tip: ").partition("\tip: ")[2]  # of an exception, or of a death
         host = address.replace(",", "\n").partition("\n")[0]
@@ -1757,15 +1774,19 @@ class RemoteLearner:
         for part, state in zip((self.agent, self.optimizer), states, strict=True):
             part.load_state_dict(state)
 
-    def learn(self, numbers: dict, share: list) -> None:
-        """Learn from fragments, given as references to them: one may be lost with the machine of its runner."""
+    def set_numbers(self, numbers: dict) -> None:
+        """Give the optimizer the numbers of the first learner's."""
         for name, x in numbers.items():
             old = getattr(self.optimizer, name, None)
             if isinstance(x, Tensor) and isinstance(old, Tensor):  # compiled code knows it by its place
                 old.copy_(x)
             elif text_of(x) != text_of(old):
                 setattr(self.optimizer, name, x)
+
+    def learn(self, numbers: dict, share: list) -> None:
+        """Learn from fragments, given as references to them: one may be lost with the machine of its runner."""
         try:
+            self.set_numbers(numbers)
             heard(self.learn_from, importlib.import_module("ray").get(list(share)))
         except Exception:
             torch.distributed.destroy_process_group()  # so that the others do not wait for this one
@@ -1844,10 +1865,15 @@ class OtherLearners:
             return
         ray, count = self.runners.ray, len(self.results)
         done, self.results = ray.wait(self.results, num_returns=count, timeout=timeout)
-        try:
-            differ = [other_versions(news) for news in ray.get(done) if news is not None]
-        except ray.exceptions.RayError as error:
-            self.runners.stop(f"a learner died: {cause_of(error)}")
+        causes, differ = [], []
+        for reference in done:
+            try:
+                news = ray.get(reference)
+                differ += [other_versions(news)] if news is not None else []
+            except ray.exceptions.RayError as error:  # of several, one may have caused the others
+                causes.append(cause_of(error))
+        if causes:
+            self.runners.stop(f"a learner died: {'; '.join(dict.fromkeys(causes))}")
         if any(differ):
             self.runners.stop(f"a learner has {'; '.join(filter(None, differ))}")
 
@@ -1856,6 +1882,7 @@ class OtherLearners:
         try:
             return function(*arguments)
         except RuntimeError as error:
+            self.runners.run.stop_if_asked()
             self.check(timeout=2)
             self.runners.stop(f"the learners lost each other: {' '.join(str(error).split())}")
 
@@ -1932,14 +1959,14 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     typed = {other_names.get(flag, flag) for flag in (flag.removeprefix("no_") for flag in flags)}
     defaults = vars(Args())
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
-    of_the_machine = ["resume", "override", "device", "checkpoint_every"]
+    of_the_machine = ["resume", "override", "device", "checkpoint_every", "track", "tensorboard"]
     of_the_machine += ["ray_address", "fragment_timeout", "runner_restarts"]  # of scripts over Ray
     of_the_machine += [f"{what}_per_{who}" for what in ("cpus", "gpus") for who in ("runner", "learner")]
     for name, value in given.items():
         may_change = name in of_the_machine or (name == "total_timesteps" and value > saved.total_timesteps)
         if value != getattr(saved, name) and not may_change:
             flag, hint = f"--{name.replace('_', '-')}", f"; --override {name}={value}" * (name in CHANGEABLE)
-            fail(f"{flag} can't change when a run is resumed; --device and a longer --total-timesteps can{hint}")
+            fail(f"{flag} can't change in a run; --device, --checkpoint-every, a longer --total-timesteps can{hint}")
     if given.get("total_timesteps", saved.total_timesteps) != saved.total_timesteps:
         print("what is annealed over the run now follows the new --total-timesteps", file=sys.stderr)
     return overridden(replace(saved, **given | {"override": ()}), args.override), checkpoint
@@ -2067,7 +2094,7 @@ class Run:
             if not self.args.resume and any(self.dir.iterdir()):
                 fail(f"the run folder {self.dir} is not empty; --resume goes on with a run")
             self.open_files()
-        except (OSError, ImportError, ValueError) as error:
+        except Exception as error:  # those of Weights & Biases have no other type in common
             fail(f"can't use the run folder {self.dir}: {error}")
         if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
@@ -2088,6 +2115,9 @@ class Run:
         old = log.open(mode, errors="replace")  # closing any other handle of this file would end its lock
         if not lock(old):
             fail(f"another process is training {self.dir}: end it first")
+        saved = self.dir / "checkpoint.pt"
+        if self.args.resume and torch.load(saved, "cpu", weights_only=True, mmap=True)["global_step"] != self.step:
+            fail(f"another process has saved {self.dir} since this one read it: try again")
         git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
         commit = subprocess.getoutput(git) or None
         blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
@@ -2108,7 +2138,7 @@ class Run:
             }
         else:
             values, now = json.loads(config.read_text()), json.loads(json.dumps(asdict(self.args)))
-            if values.get("blob", blob) != blob:
+            if blob and values.get("blob") not in (None, blob):  # there is none where git is missing
                 print("note: this file has changed since the run began; the run keeps its settings", file=sys.stderr)
             parts, before = values.get("resumed", []), values.get("args", {}) | {"resume": now["resume"]}
             for part in parts:
@@ -2228,6 +2258,8 @@ class Run:
         self.file.close()
         if self.writer:
             self.writer.close()
+        if self.args.track:
+            sys.modules["wandb"].finish()  # else another run of this process may go on with this one's
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
         if error:

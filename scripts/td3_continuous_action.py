@@ -16,11 +16,11 @@ Its compiled twin is `td3_continuous_action_torchcompile.py`; a diff of the two 
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = of an action, P = number of parameters.
 
 Settings, except --env-id, are those of CleanRL's script of the same name. Departures from it: an environment resets in
-the step after an episode's end, and this row is neither stored nor counted; there is one update for each
-step that counts, with several environments too; the target action is clipped to the bounds of each dimension, not to
-those of the first.
+the step after an episode's end, and this row is neither stored nor counted; there is one update per stored transition,
+however many environments collect them; the target action is clipped to the bounds of each dimension, not to those of
+the first.
 
-Reading order: settings, networks, formulas, then `train`, the algorithm. Below the `# ----` line is only plumbing.
+Reading order: settings, networks, then `train`, the algorithm. Below the `# ----` line is only plumbing.
 """
 
 import atexit
@@ -140,7 +140,7 @@ class Actor(nn.Module):
         return self.center + self.scale * self.net(obs).tanh()
 
     def noisy(self, obs: Tensor, std: float, clip: float = math.inf, noise: Tensor | None = None) -> Tensor:
-        """Action (B, A) with normal noise, in units of half the action's range, kept within the bounds."""
+        """Action (B, A), within its bounds, plus normal noise: `std` and `clip` are in units of half its range."""
         noise = torch.randn(len(obs), len(self.scale), device=obs.device) if noise is None else noise
         action = self(obs) + self.scale * (std * noise).clamp(-clip, clip)
         return torch.clamp(action, self.center - self.scale, self.center + self.scale)
@@ -184,6 +184,7 @@ def train(args: Args) -> Path:
         return torch.stack([critic(obs, action) for critic in ensemble])
 
     target_actor, target_critics = deepcopy(actor), deepcopy(critics)
+    weights = [*actor.parameters(), *critics.parameters()]
     target_weights = [*target_actor.parameters(), *target_critics.parameters()]
     target_buffers = *target_actor.buffers(), *target_critics.buffers()
     layer_buffers = [*zip(target_buffers, (*actor.buffers(), *critics.buffers()), strict=True)]
@@ -211,7 +212,7 @@ def train(args: Args) -> Path:
         """One ascent step on the first critic's value of the actor's actions; all targets then follow the networks."""
         actor_loss = -q_values(critics[:1], obs, actor(obs)).mean()
         actor_optimizer.step(torch.autograd.grad(actor_loss, actor_optimizer.weights))
-        move_towards(target_weights, actor_optimizer.weights + critic_optimizer.weights, args.tau, layer_buffers)
+        move_towards(target_weights, weights, args.tau, layer_buffers)
         return actor_loss.detach()
 
     def update_critics() -> None:
@@ -233,10 +234,10 @@ def train(args: Args) -> Path:
     obs, done = envs.reset(), np.zeros(args.num_envs, dtype=bool)
     while run.goes_on():
         # Act, at random until learning starts
-        if run.step < args.learning_starts:
-            action = np.random.uniform(low, high, (args.num_envs, action_dim)).astype(np.float32)
+        if run.num_updates == 0 and run.step < first_update:
+            action = np.random.uniform(low, high, (args.num_envs, action_dim)).astype(np.float32).clip(low, high)
         else:
-            action = courier.answer(obs).clip(low, high)  # rounding may exceed the bounds
+            action = courier.answer(obs).clip(low, high)  # rounding may exceed the bounds, above too
 
         # Step the environment. A truncated episode still bootstraps, so only `terminated` is stored
         next_obs, reward, terminated, truncated = envs.step(action)
@@ -247,7 +248,8 @@ def train(args: Args) -> Path:
         run.episodes += statistics.update(reward[None], done[None], valid[None])
         run.step += num_rows
         num_due = (args.gradient_steps or num_rows) if num_rows and run.step > first_update else 0
-        # If the actor does not learn now, ask for the next action already: a GPU learns while the environment steps
+        # If the actor does not learn now, ask for the next action already: a GPU learns while the environment steps.
+        # Not before a line of the log: the random numbers of its checkpoint would come after that action's noise
         if 0 < num_due < args.policy_frequency - run.num_updates % args.policy_frequency and not run.is_due():
             courier.ask(obs)
 
@@ -382,9 +384,9 @@ class Courier:
     def ask(self, obs: np.ndarray) -> None:
         """Queue an action for observations (N, O) with the current weights, ahead of any later work on the device.
 
-        NumPy draws the acting noise and PyTorch the learning noise, so it does not matter which is drawn first (with
-        `Dropout` in the actor, which draws PyTorch's, it does). Do not ask before a log line, where a checkpoint may be
-        saved: the resumed run would draw this noise again.
+        NumPy draws the acting noise and PyTorch the learning noise, so it does not matter which is drawn first. It does
+        with `Dropout` in the actor, which draws PyTorch's, and with layers that actor and critics share. Do not ask
+        before a log line, where a checkpoint may be saved: a resumed run would go on with the noise after this one.
         """
         noise, self.asked = np.random.standard_normal((len(obs), self.action_dim)), obs.copy()
         inputs = torch.from_numpy(np.concatenate([obs, noise], axis=1, dtype=np.float32))
@@ -397,7 +399,7 @@ class Courier:
         """The action (N, A) for these observations, requested before with `ask` or now. The host waits here."""
         if self.action is None:
             self.ask(obs)
-        if not np.array_equal(obs, self.asked):
+        elif not np.array_equal(obs, self.asked):
             fail("`courier.answer` got other observations than `courier.ask`: change both, or leave out `ask`")
         if self.has_come is not None:
             self.has_come.synchronize()
@@ -431,11 +433,14 @@ class Adam(nn.Module):
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` would do nothing; `clip` them before.
     To begin anew, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers`, of the formula, with 1.
+    Weights that are frozen before, by `requires_grad_(False)`, stay as they are, and must stay frozen.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
         super().__init__()
-        self.weights, self.eps, self.betas = list(module.parameters()), eps, betas
+        weights, self.eps, self.betas = list(module.parameters()), eps, betas
+        self.weights = [weight for weight in weights if weight.requires_grad]
+        self.frozen = [weight for weight in weights if not weight.requires_grad]
         self.sizes = [w.numel() for w in self.weights]
         zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
         self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate, dtype=torch.float))
@@ -450,6 +455,12 @@ class Adam(nn.Module):
         parts = zip(self.weights, self.exp_avg.split(self.sizes), self.exp_avg_sq.split(self.sizes), strict=True)
         views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
         self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
+
+    def state_dict(self, **settings) -> dict:
+        """The state for a checkpoint; SystemExit(2) if frozen weights are to learn now, as no step changes them."""
+        if any(weight.requires_grad for weight in self.frozen):
+            fail("weights that were frozen when their Adam was made can't learn later")
+        return super().state_dict(**settings)
 
     def load_state_dict(self, state: dict) -> None:
         """Load a checkpoint's state, but keep a learning rate that --override has changed."""
@@ -620,9 +631,11 @@ class SyncEnvs:
             env.close()
 
 
-def check_portable(error: Exception) -> None:
-    """Raise a RuntimeError in place of an error that can't be pickled: a parent would wait for that one for ever."""
+def check_portable(error: BaseException) -> None:
+    """Raise a RuntimeError in place of an error that can't be sent to the parent, which would wait for it for ever."""
     try:
+        if isinstance(error, SystemExit):  # Gymnasium's worker does not send it
+            raise TypeError
         pickler = multiprocessing.reduction.ForkingPickler
         type(error)(pickler.loads(pickler.dumps(error)))
     except Exception:
@@ -645,7 +658,7 @@ class WorkerEnv(gym.Wrapper):
     def reset(self, **settings):
         try:
             obs, info = self.env.reset(**settings)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             check_portable(error)
             raise
         return self.checked(obs), numbers_in(info)  # nothing else is read, and other things may not fit into one array
@@ -653,7 +666,7 @@ class WorkerEnv(gym.Wrapper):
     def step(self, action):
         try:
             obs, *others, info = self.env.step(action)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             check_portable(error)
             raise
         return self.checked(obs), *others, numbers_in(info)
@@ -687,22 +700,22 @@ def light_start():
 
 def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
     """Environments, each in a worker process of its own."""
-
-    def give_up(signum: int, _frame) -> NoReturn:
-        for process in multiprocessing.active_children():
-            process.kill()  # workers ignore signals
-        sys.exit(128 + signum)
-
     print(f"starting {len(env_fns)} worker processes", file=sys.stderr)
     multiprocessing.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
     with light_start():
         multiprocessing.forkserver.ensure_running()  # started with signals blocked, which its workers inherit
         for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, give_up)  # a constructor may hang
+            signal.signal(signum, lambda signum, _frame: sys.exit(128 + signum))  # a constructor may hang
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
-        vector = gym.vector.AsyncVectorEnv(
-            [partial(WorkerEnv, env_fn, os.getpid()) for env_fn in env_fns], context="forkserver"
-        )
+        try:
+            workers = [partial(WorkerEnv, env_fn, os.getpid()) for env_fn in env_fns]
+            vector = gym.vector.AsyncVectorEnv(workers, context="forkserver")
+        except BaseException as error:  # a signal; or a worker has died, and others may hang
+            for process in multiprocessing.active_children():
+                process.kill()  # workers ignore signals
+            if isinstance(error, EOFError | ConnectionError):  # the latter may be an environment's own
+                raise RuntimeError(f"{error!r}: a worker may have died as it made its environment") from error
+            raise
     atexit.register(lambda: [process.kill() for process in vector.processes])  # else a failed run may wait for them
     return vector
 
@@ -793,7 +806,7 @@ class Envs:
             self.seeds = [None] * self.num_envs  # a second reset begins other episodes
             obs = self.flatten(obs)
             check_finite(obs, np.zeros(1), np.zeros(len(obs), dtype=bool))
-        except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
+        except (Exception, SystemExit) as error:  # whatever an environment brings up, or the pipe to a dead worker
             self.stop(self.explain(error))
         self.last_obs = obs
         return obs
@@ -806,7 +819,7 @@ class Envs:
             check_finite(obs, reward, terminated, self.last_obs)  # which statistics may count once more, unlike a 0
             if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
                 self.note_ends(infos, terminated | truncated)
-        except Exception as error:  # whatever an environment brings up, or the pipe to a worker that died
+        except (Exception, SystemExit) as error:  # whatever an environment brings up, or the pipe to a dead worker
             self.stop(self.explain(error))
         self.last_obs = obs
         return obs, reward, terminated, truncated
@@ -941,14 +954,14 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     typed = {other_names.get(flag, flag) for flag in (flag.removeprefix("no_") for flag in flags)}
     defaults = vars(Args())
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
-    of_the_machine = ["resume", "override", "device", "checkpoint_every"]
+    of_the_machine = ["resume", "override", "device", "checkpoint_every", "track", "tensorboard"]
     of_the_machine += ["ray_address", "fragment_timeout", "runner_restarts"]  # of scripts over Ray
     of_the_machine += [f"{what}_per_{who}" for what in ("cpus", "gpus") for who in ("runner", "learner")]
     for name, value in given.items():
         may_change = name in of_the_machine or (name == "total_timesteps" and value > saved.total_timesteps)
         if value != getattr(saved, name) and not may_change:
             flag, hint = f"--{name.replace('_', '-')}", f"; --override {name}={value}" * (name in CHANGEABLE)
-            fail(f"{flag} can't change when a run is resumed; --device and a longer --total-timesteps can{hint}")
+            fail(f"{flag} can't change in a run; --device, --checkpoint-every, a longer --total-timesteps can{hint}")
     if given.get("total_timesteps", saved.total_timesteps) != saved.total_timesteps:
         print("what is annealed over the run now follows the new --total-timesteps", file=sys.stderr)
     return overridden(replace(saved, **given | {"override": ()}), args.override), checkpoint
@@ -1076,7 +1089,7 @@ class Run:
             if not self.args.resume and any(self.dir.iterdir()):
                 fail(f"the run folder {self.dir} is not empty; --resume goes on with a run")
             self.open_files()
-        except (OSError, ImportError, ValueError) as error:
+        except Exception as error:  # those of Weights & Biases have no other type in common
             fail(f"can't use the run folder {self.dir}: {error}")
         if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
@@ -1097,6 +1110,9 @@ class Run:
         old = log.open(mode, errors="replace")  # closing any other handle of this file would end its lock
         if not lock(old):
             fail(f"another process is training {self.dir}: end it first")
+        saved = self.dir / "checkpoint.pt"
+        if self.args.resume and torch.load(saved, "cpu", weights_only=True, mmap=True)["global_step"] != self.step:
+            fail(f"another process has saved {self.dir} since this one read it: try again")
         git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
         commit = subprocess.getoutput(git) or None
         blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
@@ -1117,7 +1133,7 @@ class Run:
             }
         else:
             values, now = json.loads(config.read_text()), json.loads(json.dumps(asdict(self.args)))
-            if values.get("blob", blob) != blob:
+            if blob and values.get("blob") not in (None, blob):  # there is none where git is missing
                 print("note: this file has changed since the run began; the run keeps its settings", file=sys.stderr)
             parts, before = values.get("resumed", []), values.get("args", {}) | {"resume": now["resume"]}
             for part in parts:
@@ -1237,6 +1253,8 @@ class Run:
         self.file.close()
         if self.writer:
             self.writer.close()
+        if self.args.track:
+            sys.modules["wandb"].finish()  # else another run of this process may go on with this one's
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
         if error:

@@ -562,6 +562,13 @@ def test_signal_does_not_wait_for_the_end_of_a_rollout(train, monkeypatch, tmp_p
     assert (tmp_path / "run0/metrics.jsonl").read_text() == ""
 
 
+def test_signal_ends_a_run_whose_rollouts_have_one_step(train, monkeypatch):
+    sent = signal_at(monkeypatch, 5)
+    with pytest.raises(SystemExit) as end:
+        train(num_steps=1, num_minibatches=1, total_timesteps=10**5)
+    assert end.value.code == 128 + signal.SIGTERM and len(sent) < 10
+
+
 def test_evaluation_plays_whole_games_by_the_most_probable_actions(train, capsys):
     """Scores are those of EnvPool for the actions that its own stacks make the most probable."""
     run = train()

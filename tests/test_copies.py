@@ -1162,6 +1162,52 @@ def test_a_loop_over_layers_that_a_stack_lacks_is_refused(copy, train_copy, caps
     train_copy(copy(name, (loop, f"{loop}        {line}\n")), name, total_timesteps=20)
 
 
+def frozen(name: str, layers: str) -> Change:
+    """A change that fills layers of a script with 0.01, once it has made them, and freezes them."""
+    made = re.search(r"\n    (?:agent|network|critics) = .*", source_of(name))[0]
+    return (
+        made,
+        f"""{made}
+    for layer in {layers}:
+        nn.init.constant_(layer.weight, 0.01)
+        layer.requires_grad_(False)""",
+    )
+
+
+FROZEN = {  # layers of each script, and what a checkpoint calls their weights
+    **dict.fromkeys(["ppo", "ppo_continuous_action"], ("(agent.actor[0], agent.critic[2])", ["actor.0", "critic.2"])),
+    "dqn": ("(network.net[0],)", ["net.0"]),
+    "sac_continuous_action": ("[critic.net[0] for critic in critics] + [actor.net[0]]", ["net.0"]),
+    "td3_continuous_action": ("[critic.net[0] for critic in critics] + [actor.net[0]]", ["net.0"]),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+@pytest.mark.parametrize("twin", ["", "_torchcompile"])
+def test_frozen_layers_stay_as_they_are_while_others_learn(copy, train_copy, tmp_path, name, twin):
+    layers, names = FROZEN[name]
+    compiles = {"compile": name in ("dqn", "sac_continuous_action")} if twin else {}
+    train_copy(copy(name + twin, frozen(name + twin, layers)), name, **quick(name), **compiles)
+    saved = torch.load(tmp_path / "copy_run0" / "checkpoint.pt", weights_only=True)
+    parts = [saved[part] for part in ("agent", "network", "target_network", "actor", "critics") if part in saved]
+    states = [{key: x for key, x in part.items() if key.endswith("weight")} for part in parts]
+    kept = [x for state in states for key, x in state.items() if any(name in key for name in names)]
+    assert len(kept) >= len(parts) and all((x == 0.01).all() for x in kept)
+    optimizers = [state for part, state in saved.items() if part.endswith("optimizer")]
+    assert all(helpers.adam_steps(x) > 0 and x["exp_avg"].count_nonzero() > 0 for x in optimizers)
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_torchcompile"])
+def test_a_frozen_layer_that_is_to_learn_later_is_refused(copy, train_copy, capsys, name):
+    loop = "    for iteration in range(run.iteration, num_iterations):\n"
+    later = loop, f"{loop}        agent.critic[2].requires_grad_(iteration > 0)\n"
+    with pytest.raises(SystemExit) as end:
+        train_copy(
+            copy(name, frozen(name, "(agent.critic[2],)"), later), "ppo", **{"compile": True} if "_" in name else {}
+        )
+    assert end.value.code == 2 and "frozen when their Adam was made" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["sac_continuous_action", "td3_continuous_action"])
 def test_batch_norm_in_the_actor_is_refused(copy, train_copy, capsys, name):
     layers = "            nn.Linear(obs_dim, 256), nn.ReLU(inplace=True),\n"
@@ -1176,7 +1222,10 @@ def test_batch_norm_in_the_actor_is_refused(copy, train_copy, capsys, name):
     "change",
     [
         ("courier.answer(obs).clip(", "courier.answer(obs / 1000).clip("),
-        ("if run.step < args.learning_starts:", "if run.step < args.learning_starts or run.step % 3 == 0:"),
+        (
+            "        if run.num_updates == 0 and run.step < first_update:",
+            "        if run.step < 100 or run.step % 3 == 0:",
+        ),
     ],
     ids=["other observations", "steps that do not ask"],
 )
@@ -1194,7 +1243,7 @@ def test_targets_in_eval_mode_have_no_dropout(copy, train_copy, name, twin):
     line = "            next_q = q_values(target_critics, next_obs, next_action).amin(0)"
     twice = "(q_values({0}, next_obs, next_action) == q_values({0}, next_obs, next_action)).all()"
     check = f"assert {twice.format('target_critics')} and not {twice.format('critics')}"
-    targets = re.search(r"\n    (alpha_optimizer, )?target_weights = .*", source_of(name + twin))[0]
+    targets = re.search(r"\n    (critic_weights, )?target_weights = .*", source_of(name + twin))[0]
     module = copy(
         name + twin,
         ("nn.Linear(256, 1),", "nn.Dropout(0.5), nn.Linear(256, 1),"),

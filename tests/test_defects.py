@@ -318,6 +318,16 @@ def test_worker_that_dies_in_its_reset_is_one_line(capfd, tmp_path):
     assert code in (1, 2) and "environment worker" in error and "(exit code -9)" in error
 
 
+def test_worker_that_dies_in_its_constructor_is_one_line(tmp_path):
+    """And the program ends, though another one hangs there."""
+    words = ["--env-id", "tiny_envs:Stillborn-v0", "--num-envs", "2", "--env-backend", "gymnasium"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
+    program = [sys.executable, str(ROOT / "scripts/ppo_continuous_action.py"), *words, "--run-dir", "run"]
+    run = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 2 and "Traceback" not in run.stderr and not (tmp_path / "run").exists()
+    assert "a worker may have died as it made its environment" in run.stderr.splitlines()[-1]
+
+
 def test_worker_of_the_pool_that_dies_in_its_reset_is_one_line(capfd, tmp_path):
     code, error = error_of(capfd, "ppo_env_pool", tmp_path / "run", env_id="Mortal-v0", num_workers=2)
     assert code == 2 and "killed by SIGKILL" in error and not (tmp_path / "run").exists()
@@ -369,9 +379,10 @@ def test_loaded_replay_is_not_kept_beside_the_buffer(train, monkeypatch, name):
         return checkpoint
 
     monkeypatch.setattr(torch, "load", load_and_watch)
-    monkeypatch.setattr(script.Envs, "reset", lambda envs: (seen.append(seen[0]() is None), reset(envs))[1])
+    gone = lambda: all(reference() is None for reference in seen)  # noqa: E731
+    monkeypatch.setattr(script.Envs, "reset", lambda envs: (seen.append(gone()), reset(envs))[1])
     script.train(script.Args(resume=str(run.run_dir), device="cpu", total_timesteps=120))
-    assert seen[1:] == [True]
+    assert seen[-1] is True
 
 
 def free_memory_by(monkeypatch, files: dict[str, str]) -> float:
@@ -564,10 +575,14 @@ def test_damaged_log_does_not_keep_a_checkpoint_from_resuming(train, name, damag
 class FakeWandb(ModuleType):
     def __init__(self, folder: Path):
         super().__init__("wandb")
-        self.__spec__, self.folder, self.calls = ModuleSpec("wandb", None), folder, []
+        self.__spec__, self.folder, self.calls, self.finished = ModuleSpec("wandb", None), folder, [], 0
 
     def init(self, **settings):
+        assert self.finished == len(self.calls)  # else a run would go on with the one before
         self.calls.append(settings | {"events": len([*self.folder.glob("**/events.*")])})
+
+    def finish(self):
+        self.finished += 1
 
 
 def test_runs_of_one_name_are_two_in_weights_and_biases(monkeypatch, tmp_path):
@@ -582,6 +597,15 @@ def test_runs_of_one_name_are_two_in_weights_and_biases(monkeypatch, tmp_path):
     assert first["id"] != second["id"] and first["name"] == second["name"] == "seed1"
     assert again["id"] == first["id"] and again["resume"] == "allow"
     assert all(call["sync_tensorboard"] for call in wandb.calls) and [x["events"] for x in wandb.calls] == [0, 1, 2]
+
+
+def test_an_error_of_weights_and_biases_is_one_line(monkeypatch, tmp_path, capfd):
+    """Its errors have no common type but Exception."""
+    wandb = FakeWandb(tmp_path)
+    wandb.init = mock.Mock(side_effect=type("UsageError", (Exception,), {})("not logged in"))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    code, error = error_of(capfd, "ppo", tmp_path / "run", track=True, tensorboard=True)
+    assert code == 2 and "not logged in" in error
 
 
 def test_weights_and_biases_that_is_not_installed_is_refused(monkeypatch, tmp_path, capsys):
@@ -613,10 +637,14 @@ def test_a_file_that_has_changed_since_its_run_began_is_told_of(tmp_path, capsys
     """Defaults that were edited do not count in a run that goes on."""
     run = helpers.train("ppo", tmp_path / "run", total_timesteps=64)
     config = run.run_dir / "config.json"
-    for blob, is_told in ((json.loads(config.read_text())["blob"], False), ("0" * 40, True)):
+    for blob, is_told in ((json.loads(config.read_text())["blob"], False), ("0" * 40, True), (None, False)):
         config.write_text(json.dumps(json.loads(config.read_text()) | {"blob": blob}))
         helpers.resume("ppo", run.run_dir)
         assert ("this file has changed since the run began" in capsys.readouterr().err) == is_told
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"blob": "0" * 40}))
+    with mock.patch.object(subprocess, "getoutput", return_value=""):  # without git
+        helpers.resume("ppo", run.run_dir)
+    assert "this file has changed" not in capsys.readouterr().err
 
 
 # Signals
@@ -684,6 +712,7 @@ def test_a_signal_that_ends_the_compiler_is_no_code_that_cannot_be_compiled(monk
         ({signal.SIGINT: signal.SIG_DFL}, 130),
         ({signal.SIGTERM: signal.SIG_DFL}, 143),
         (before_the_run, 2),
+        ({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_DFL}, 2),  # in a runner of Ray
         ({}, 2),
     ):
         monkeypatch.setattr(signal, "getsignal", lambda signum, known=handlers: known.get(signum, print))

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import json
 import multiprocessing
 import os
 import re
@@ -472,11 +473,13 @@ def test_actions_of_another_kind_are_refused(refused):
     assert "Many-v0 has actions MultiDiscrete([2 3])" in refused(env_id="Many-v0")
 
 
+@pytest.mark.parametrize("what", ["shape", "first shape"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_observation_of_another_shape_is_named(train, size):
+def test_an_observation_of_another_shape_is_named(train, capfd, size, what):
     with pytest.raises(SystemExit) as end:
-        train(NAME, env_id="tiny_envs:Odd-v0", env_kwargs=f'{{"what": "shape", "size": {size}}}', max_restarts=0)
-    assert f"an observation of shape ({size},), by a space of shape (3,)" in end.value.code
+        train(NAME, env_id="tiny_envs:Odd-v0", env_kwargs=json.dumps({"what": what, "size": size}), max_restarts=0)
+    message = f"an observation of shape ({size},), by a space of shape (3,)"
+    assert message in f"{end.value.code} {capfd.readouterr().err}"
 
 
 def test_names_in_info_may_be_anything(train):

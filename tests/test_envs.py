@@ -353,6 +353,14 @@ def test_an_error_that_cannot_be_pickled_ends_the_run_with_a_checkpoint(train, t
     assert list(tmp_path.rglob("checkpoint.pt"))
 
 
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_an_environment_that_exits_ends_the_run_with_a_checkpoint(train, tmp_path, num_envs):
+    with pytest.raises(SystemExit) as end:
+        train("dqn", env_id="tiny_envs:Odd-v0", env_kwargs='{"what": "exit"}', num_envs=num_envs)
+    assert "error: " in end.value.code and "SystemExit" in end.value.code and "--resume" in end.value.code
+    assert list(tmp_path.rglob("checkpoint.pt"))
+
+
 def test_workers_that_do_not_end_are_killed(train):
     start = time.monotonic()
     run = train("ppo", env_id="tiny_envs:Odd-v0", env_kwargs='{"what": "close"}', num_envs=3, num_minibatches=1)

@@ -576,6 +576,53 @@ def test_a_signal_does_not_wait_for_learners_that_do_not_start():
     assert learners.check.call_count == 2 and not learners.runners.stop.called
 
 
+@pytest.mark.parametrize("name", ["impala_ray", "ppo_ray"])
+def test_of_learners_that_end_each_other_the_cause_is_named(name):
+    """The one that failed first, and the one that lost it: which answer is read first does not matter."""
+    learners, answers = object.__new__(load(name).OtherLearners), {"lost": "connection closed", "cause": "NaN in it"}
+    learners.runners, learners.results = mock.Mock(), list(answers)
+    ray = learners.runners.ray
+    ray.exceptions.RayError = RuntimeError
+    ray.wait.return_value = list(answers), []
+
+    def get(reference: str) -> None:
+        raise RuntimeError(answers[reference])
+
+    ray.get = get
+    learners.check(timeout=0)
+    message = learners.runners.stop.call_args.args[0]
+    assert message.startswith("a learner died: ") and all(x in message for x in answers.values())
+
+
+@pytest.mark.parametrize("name", ["impala_ray", "ppo_ray"])
+def test_a_learner_that_cannot_take_a_number_tells_the_others(name):
+    """As a tensor of another shape; else they would wait in vain until --fragment-timeout."""
+    learner = object.__new__(load(name).RemoteLearner)
+    learner.optimizer = SimpleNamespace(scale=torch.zeros(2))
+    with mock.patch("torch.distributed.destroy_process_group") as destroy, pytest.raises(RuntimeError):
+        learner.learn({"scale": torch.zeros(3)}, [])
+    assert destroy.called
+
+
+def test_what_a_signal_has_ended_is_no_fault():
+    """A signal to the whole group of processes ends runners, too."""
+    runners = object.__new__(SCRIPT.RayRunners)
+    runners.run, runners.stop = mock.Mock(), mock.Mock()
+    runners.run.stop_if_asked.side_effect = SystemExit(143)
+    with pytest.raises(SystemExit) as end:
+        runners.bury(0, RuntimeError("killed"))
+    assert end.value.code == 143 and not runners.stop.called
+
+
+def test_time_before_the_first_lap_is_not_counted():
+    """It is the start of Ray, of runners, of the log."""
+    clock = SCRIPT.Clock()
+    time.sleep(0.05)
+    assert clock.lap("learning") == 0 and clock.seconds["learning"] == 0
+    time.sleep(0.02)
+    assert clock.lap("waiting") >= 0.02
+
+
 # Faults
 
 

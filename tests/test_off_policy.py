@@ -331,6 +331,18 @@ def test_without_its_replay_a_resumed_run_first_collects_anew(train, name):
 
 
 @pytest.mark.parametrize("name", CONTINUOUS)
+def test_without_its_replay_a_run_that_had_not_learnt_begins_anew_at_random(train, monkeypatch, name):
+    """Else an actor that has learnt nothing would fill the replay buffer."""
+    half = train(name, save_replay=False, learning_starts=150, total_timesteps=100, num_envs=1)
+    args = half.checkpoint["args"] | {"total_timesteps": 300}
+    torch.save(half.checkpoint | {"args": args}, half.run_dir / "checkpoint.pt")
+    steps, answer = [], load(name).Courier.answer
+    monkeypatch.setattr(load(name).Courier, "answer", lambda *x: (steps.append(1), answer(*x))[1])
+    assert resume(name, half.run_dir).steps()[-1] == 300
+    assert 50 <= len(steps) < 60  # of steps 251 to 300, and rows of resets
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
 def test_actions_keep_each_dimensions_bounds_and_use_them(train, name):
     train(name, num_envs=1)
     actions, space = np.stack(tiny_envs.received), tiny_envs.PUSH

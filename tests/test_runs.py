@@ -648,6 +648,16 @@ def test_override_counts_beside_a_flag_of_the_same_name(train, monkeypatch):
     assert end.value.code == 2
 
 
+def test_a_resumed_run_may_write_other_logs(small_run, tmp_path, monkeypatch):
+    """As where it began on a machine with Weights & Biases; nothing that is learnt depends on them."""
+    folder = shutil.copytree(small_run("ppo").run_dir, tmp_path / "run")
+    for word, has_events, steps in (("--tensorboard", True, "4096"), ("--no-tensorboard", False, "8192")):
+        words = ["--resume", str(folder), "--total-timesteps", steps, "--device", "cpu", word]
+        monkeypatch.setattr("sys.argv", ["ppo.py", *words])
+        command("ppo", *words)
+        assert helpers.outcome(folder).checkpoint["args"]["tensorboard"] == has_events
+
+
 def test_run_of_another_process_is_not_resumed(resume_refused, small_run, tmp_path):
     """While it is there; the log that it writes stays its own."""
     folder = shutil.copytree(small_run("ppo").run_dir, tmp_path / "run")
@@ -680,6 +690,25 @@ def test_of_two_runs_that_begin_in_one_folder_at_once_one_fails(monkeypatch, tmp
         command("ppo", *helpers.flags("ppo"), "--run-dir", str(tmp_path / "run"))
     assert end.value.code == 2 and "metrics.jsonl" in capsys.readouterr().err
     assert contents(tmp_path / "run") == {"metrics.jsonl": b"the other's\n"}
+
+
+def test_a_run_that_another_process_saves_meanwhile_is_not_resumed(small_run, tmp_path, monkeypatch, capsys):
+    """It would go on from what it has read, and replace the newer checkpoint."""
+    folder, script = shutil.copytree(small_run("ppo").run_dir, tmp_path / "run"), load("ppo")
+    checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
+    newer, make = checkpoint | {"global_step": checkpoint["global_step"] + 1}, script.Envs
+
+    def save_and_make(*arguments):
+        torch.save(newer, tmp_path / "new")
+        (tmp_path / "new").replace(folder / "checkpoint.pt")
+        return make(*arguments)
+
+    monkeypatch.setattr(script, "Envs", save_and_make)
+    before = contents(folder)["metrics.jsonl"]
+    with pytest.raises(SystemExit) as end:
+        command("ppo", "--resume", str(folder), "--total-timesteps", "4096", "--device", "cpu")
+    assert end.value.code == 2 and "another process has saved" in capsys.readouterr().err
+    assert contents(folder)["metrics.jsonl"] == before
 
 
 def test_of_two_processes_that_resume_a_run_at_once_one_fails(small_run, monkeypatch, tmp_path, capsys):

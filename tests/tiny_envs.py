@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -182,7 +183,7 @@ class Odd(Tiny):
     """From its third episode on, observations are of another shape than their space; or `info` has odd keys or types.
 
     Of several worker processes, the first has an integer where others have decimals. Or an error comes that can't be
-    pickled; or a worker process never ends.
+    pickled, or that ends the process; or a worker process never ends.
     """
 
     def __init__(self, what: str, size: int = 0):
@@ -191,7 +192,7 @@ class Odd(Tiny):
 
     def start(self):
         self.episode += 1
-        return np.zeros(3, dtype=np.float32)
+        return np.zeros(self.size if self.what == "first shape" else 3, dtype=np.float32)
 
     def move(self, _action):
         is_odd = self.what == "shape" and self.episode > 2
@@ -201,6 +202,8 @@ class Odd(Tiny):
         *row, info = super().step(action)
         if self.what == "error" and self.episode > 2:
             raise type("OfNoModule", (Exception,), {})("out of order")
+        if self.what == "exit" and self.episode > 2:  # as by a window of PyGame that was closed
+            sys.exit()
         is_first = multiprocessing.current_process().name.endswith("-0")
         more = {"info": {0: 1.0, "big": 10**400, "own": 2}, "types": {"part": 1 if is_first else 0.75}}
         more["arrays"] = {"legal": np.arange(self.steps), "for": np.timedelta64(5, "s"), "own": 2}
@@ -269,6 +272,19 @@ gym.register("ChooseNumber-v0", Tiny, kwargs={"action_space": CHOICE, "observati
 gym.register("Count-v0", Count)
 gym.register("DiscreteCount-v0", DiscreteCount)
 gym.register("Matrix-v0", Matrix)
+
+
+class Stillborn(Reach):
+    """Of the worker processes, the first dies as it makes this, and the others take for ever; the parent makes one."""
+
+    def __init__(self, action_space: gym.Space):
+        super().__init__(action_space)
+        if multiprocessing.parent_process():
+            is_first = multiprocessing.current_process().name.endswith("-0")
+            os.kill(os.getpid(), signal.SIGKILL) if is_first else time.sleep(600)
+
+
+gym.register("Stillborn-v0", Stillborn, kwargs={"action_space": PUSH})
 
 
 class Closing(Fragile):

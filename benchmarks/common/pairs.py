@@ -44,7 +44,7 @@ class Pair:
     # Limits in tests/test_scripts_agree.py, raised where there is a reason, and names whose text differs in this pair
     most_changes: int = 25  # lines above the rule in which its two scripts differ
     most_above: int = 360  # lines above the rule
-    most_lines: int = 1326  # lines in total, without the functions that only compiled files have
+    most_lines: int = 1344  # lines in total, without the functions that only compiled files have
     own_texts: tuple[str, ...] = ()
 
 
@@ -111,8 +111,8 @@ TABLE = {
         goal=(-1200, -250),
         learn_value=OFF_POLICY_VALUE | {"tau": 0.2, "autotune": False, "alpha": 1e-3, "total_timesteps": 600,
                                          "batch_size": 64},
-        most_lines=1330,  # networks, targets, a temperature, a replay buffer, bfloat16, transfers to and from a device
-        most_changes=39,  # the critics are stacked
+        most_lines=1352,  # networks, targets, a temperature, a replay buffer, bfloat16, transfers to and from a device
+        most_changes=36,  # the critics are stacked
     ),
     "td3_continuous_action": Pair(
         acts="Deterministic", obs_shape=(17,), num_actions=6, peers="td3",
@@ -128,8 +128,8 @@ TABLE = {
         task=PENDULUM | {"total_timesteps": 3500, "learning_rate": 2e-3, "exploration_noise": 0.3},
         goal=(-1200, -250),
         learn_value=OFF_POLICY_VALUE | {"tau": 0.4, "learning_rate": 1e-3, "total_timesteps": 600, "batch_size": 64},
-        most_lines=1290,  # transfers to and from a device
-        most_changes=39,  # the critics are stacked
+        most_lines=1308,  # transfers to and from a device
+        most_changes=36,  # the critics are stacked
     ),
     "ppo_atari_envpool": Pair(
         acts="Categorical", obs_shape=(21, 21, 64), num_actions=4, peers="ppo",
@@ -177,7 +177,7 @@ TABLE = {
         goal=(30, 200),
         learn_value=PPO_VALUE,
         most_above=410,
-        most_lines=1450,
+        most_lines=1470,
     ),
     "impala_ray": Pair(
         peers="impala",  # it acts as ppo does
@@ -185,9 +185,8 @@ TABLE = {
         task={"env_id": "CartPole-v1", "total_timesteps": 150_000, "num_runners": 0, "batch_updates": 8,
               "learning_rate": 2e-3, "ent_coef": 0.01, "log_every": 1000},
         goal=(30, 200),
-        most_changes=45,  # an update is one function, or two with a sum over learners in between
         most_above=426,
-        most_lines=2052,  # runners and learners of Ray
+        most_lines=2080,  # runners and learners of Ray
         own_texts=("warn_of_pixels",),  # it has convolutions for them
     ),
     "ppo_ray": Pair(
@@ -196,9 +195,9 @@ TABLE = {
         own_tests="test_ppo_ray.py",
         task=CARTPOLE | {"num_runners": 0},
         goal=(30, 200),
-        most_changes=45,  # a minibatch update is one function, or two with a sum over learners in between
+        most_changes=27,  # a minibatch update is one function, or two with a sum over learners in between
         most_above=429,
-        most_lines=2272,  # runners and learners of Ray, environments that do not wait for each other
+        most_lines=2306,  # runners and learners of Ray, environments that do not wait for each other
         own_texts=("warn_of_pixels",),  # it has convolutions for them
     ),
     "apex_dqn_ray": Pair(
@@ -208,8 +207,8 @@ TABLE = {
               "learning_starts": 1000, "buffer_size": 20_000, "batch_size": 128, "samples_per_insert": 12.8,
               "target_network_frequency": 200, "learning_rate": 1e-3, "log_every": 1000},
         goal=(30, 120),
-        most_above=424,
-        most_lines=2258,  # runners and replay shards on Ray
+        most_above=426,
+        most_lines=2282,  # runners and replay shards on Ray
         own_texts=("Runner", "check_actions", "warn_of_pixels"),  # epsilons, n-step returns; it has convolutions
     ),
     "a3c_ray": Pair(  # it acts as ppo does
@@ -219,7 +218,7 @@ TABLE = {
         goal=(30, 200),
         most_changes=31,  # a runner's half and the learner's are compiled apart
         most_above=422,
-        most_lines=1927,  # runners of Ray
+        most_lines=1950,  # runners of Ray
         own_texts=("Runner", "warn_of_pixels"),  # gradients; it has convolutions for pixels
     ),
 }  # fmt: skip
