@@ -229,8 +229,9 @@ def train(args: Args) -> Path:
         return collector(torch.zeros(1, envs.obs_dim))[1].detach()
 
     check_policy(policy, lambda obs: collector(obs)[0], collector, envs.obs_dim)
-    acting = lambda obs: acting_log_std().expand(len(obs), -1)  # noqa: E731
-    check_policy(acting, lambda obs: collector(obs)[1], collector, envs.obs_dim)
+    check_policy(
+        lambda obs: acting_log_std().expand(len(obs), -1), lambda obs: collector(obs)[1], collector, envs.obs_dim
+    )
 
     @torch.no_grad()
     def estimate(obs: Tensor, action: Tensor, reward: Tensor, terminated: Tensor, truncated: Tensor, valid: Tensor):

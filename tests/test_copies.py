@@ -1055,10 +1055,10 @@ def test_noise_that_falls_to_zero_works_as_the_page_says(copy, train_copy, twin)
     """docs/td3.md: three lines, and no change is refused."""
     page = (ROOT / "docs/td3.md").read_text().partition("For exploration noise\nthat falls to zero:")[2]
     first, act, fill = page.partition("```python\n")[2].partition("\n```")[0].split("\n    ...\n")
-    name, log = f"td3_continuous_action{twin}", "        # Log\n"
+    name, loop = f"td3_continuous_action{twin}", "    while run.goes_on():\n"
     old = "        return actor.noisy(inputs[:, :-action_dim], args.exploration_noise, noise=inputs[:, -action_dim:])"
     before = "    @torch.no_grad()\n    def act("
-    module = copy(name, (before, f"{first}\n{before}"), (old, act), (log, f"{fill}\n{log}"))
+    module = copy(name, (before, f"{first}\n{before}"), (old, act), (loop, f"{loop}{fill}\n"))
     lines = train_copy(module, name.removesuffix(twin), exploration_noise=5.0, learning_rate=0.0)
     assert lines[-1]["global_step"] == 400
     actions, space = np.stack(tiny_envs.received), tiny_envs.PUSH
@@ -1072,8 +1072,8 @@ def test_a_std_that_depends_on_the_observation_works_as_the_page_says(copy, trai
     page = (ROOT / "docs/ppo.md").read_text().partition("**A standard deviation that depends on")[2]
     lines = page.partition("```python\n")[2].partition("```")[0].splitlines()
     source, name = source_of(f"ppo_continuous_action{twin}"), "ppo_continuous_action"
-    function = re.search(r"    def log_std\(\) -> Tensor:\n(?:        .*\n)+\n", source)[0]
-    check = re.search(r"    check_policy\(lambda obs: log_std.*\n", source)[0]
+    function = re.search(r"    def acting_log_std\(\) -> Tensor:\n(?:        .*\n)+\n", source)[0]
+    check = re.search(r"    check_policy\(\n        lambda obs: acting_log_std.*\n    \)\n", source)[0]
     begins = ("        log_prob = normal", "        entropy = ", "        noise = ", "            action[t] = policy")
     old = [next(line for line in source.splitlines() if line.startswith(begin)) for begin in begins]
     module = copy(
