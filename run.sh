@@ -56,13 +56,14 @@ find_python() {
 install() (
   if [ -n "$help" ]; then exit; fi
   folder=$root/requirements
-  if command -v flock > /dev/null; then
-    exec 9> "$root/.venv.lock"
-    flock 9
-  fi
   sum=$(cat "$folder"/*.txt | cksum | cut -d ' ' -f 1)
   stamp=$root/.venv/$1.$sum
   if [ -e "$stamp" ]; then exit; fi
+  if command -v flock > /dev/null; then
+    exec 9> "$root/.venv.lock"
+    flock 9 || true  # a file system without locks
+    if [ -e "$stamp" ]; then exit; fi  # another command has just made it
+  fi
   if [ ! -x "$root/.venv/bin/pip" ]; then
     python=$(find_python)
     "$python" -m venv "$root/.venv" || {

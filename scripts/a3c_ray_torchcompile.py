@@ -1015,7 +1015,7 @@ def check_portable(error: BaseException) -> None:
         pickler = multiprocessing.reduction.ForkingPickler
         type(error)(pickler.loads(pickler.dumps(error)))
     except Exception:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        raise RuntimeError(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
 
 
 class WorkerEnv(gym.Wrapper):
@@ -1195,7 +1195,7 @@ class Envs:
         self.last_obs = obs
         return obs, reward, terminated, truncated
 
-    def explain(self, error: Exception) -> str:
+    def explain(self, error: Exception | SystemExit) -> str:
         """What broke, in one line; an environment's traceback is printed."""
         is_pipe = isinstance(error, EOFError | ConnectionError)  # or it is an environment's own connection that broke
         workers = getattr(self.vector, "processes", ()) if is_pipe else ()
@@ -1206,7 +1206,7 @@ class Envs:
         if dead:
             return f"environment worker {', '.join(dead)} died"
         traceback.print_exception(error)
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}".removesuffix(": ")
 
     def note_ends(self, infos, done: np.ndarray) -> None:
         """Keep the numbers that `info` holds of each episode that ended, for the log."""
@@ -1890,13 +1890,13 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     defaults = vars(Args())
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
     of_the_machine = ["resume", "override", "device", "checkpoint_every", "track", "tensorboard"]
-    of_the_machine += ["ray_address", "fragment_timeout", "runner_restarts"]  # of scripts over Ray
+    of_the_machine += ["wandb_project_name", "wandb_entity", "ray_address", "fragment_timeout", "runner_restarts"]
     of_the_machine += [f"{what}_per_{who}" for what in ("cpus", "gpus") for who in ("runner", "learner")]
     for name, value in given.items():
         may_change = name in of_the_machine or (name == "total_timesteps" and value > saved.total_timesteps)
         if value != getattr(saved, name) and not may_change:
             flag, hint = f"--{name.replace('_', '-')}", f"; --override {name}={value}" * (name in CHANGEABLE)
-            fail(f"{flag} can't change in a run; --device, --checkpoint-every, a longer --total-timesteps can{hint}")
+            fail(f"{flag} can't change in a run; --device, --checkpoint-every and a longer --total-timesteps can{hint}")
     if given.get("total_timesteps", saved.total_timesteps) != saved.total_timesteps:
         print("what is annealed over the run now follows the new --total-timesteps", file=sys.stderr)
     return overridden(replace(saved, **given | {"override": ()}), args.override), checkpoint
@@ -2025,7 +2025,7 @@ class Run:
                 fail(f"the run folder {self.dir} is not empty; --resume goes on with a run")
             self.open_files()
         except Exception as error:  # those of Weights & Biases have no other type in common
-            fail(f"can't use the run folder {self.dir}: {error}")
+            fail(f"can't use the run folder {self.dir}: {type(error).__name__}: {error}")
         if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
         if starts := getattr(self.args, "learning_starts", 0):
@@ -2189,7 +2189,7 @@ class Run:
         if self.writer:
             self.writer.close()
         if self.args.track:
-            sys.modules["wandb"].finish()  # else another run of this process may go on with this one's
+            sys.modules["wandb"].finish(int(bool(error or self.stopped_by)))  # else a later run goes on with this one
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
         if error:

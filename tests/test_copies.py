@@ -1197,6 +1197,17 @@ def test_frozen_layers_stay_as_they_are_while_others_learn(copy, train_copy, tmp
     assert all(helpers.adam_steps(x) > 0 and x["exp_avg"].count_nonzero() > 0 for x in optimizers)
 
 
+@pytest.mark.parametrize("name", ["sac_continuous_action", "td3_continuous_action"])
+@pytest.mark.parametrize("critic", [0, 1])
+def test_critics_of_which_one_is_frozen_are_not_stacked(copy, train_copy, capsys, name, critic):
+    """A stack learns as a whole, or does not; the eager file can do both."""
+    layers = f"(critics[{critic}].net[0],)"
+    train_copy(copy(name, frozen(name, layers)), name, total_timesteps=200)
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy(f"{name}_torchcompile", frozen(f"{name}_torchcompile", layers)), name, compile=False)
+    assert end.value.code == 2 and "can't be stacked: use the eager file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["ppo", "ppo_torchcompile"])
 def test_a_frozen_layer_that_is_to_learn_later_is_refused(copy, train_copy, capsys, name):
     loop = "    for iteration in range(run.iteration, num_iterations):\n"

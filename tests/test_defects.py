@@ -575,14 +575,14 @@ def test_damaged_log_does_not_keep_a_checkpoint_from_resuming(train, name, damag
 class FakeWandb(ModuleType):
     def __init__(self, folder: Path):
         super().__init__("wandb")
-        self.__spec__, self.folder, self.calls, self.finished = ModuleSpec("wandb", None), folder, [], 0
+        self.__spec__, self.folder, self.calls, self.codes = ModuleSpec("wandb", None), folder, [], []
 
     def init(self, **settings):
-        assert self.finished == len(self.calls)  # else a run would go on with the one before
+        assert len(self.codes) == len(self.calls)  # else a run would go on with the one before
         self.calls.append(settings | {"events": len([*self.folder.glob("**/events.*")])})
 
-    def finish(self):
-        self.finished += 1
+    def finish(self, exit_code: int):
+        self.codes.append(exit_code)
 
 
 def test_runs_of_one_name_are_two_in_weights_and_biases(monkeypatch, tmp_path):
@@ -597,6 +597,10 @@ def test_runs_of_one_name_are_two_in_weights_and_biases(monkeypatch, tmp_path):
     assert first["id"] != second["id"] and first["name"] == second["name"] == "seed1"
     assert again["id"] == first["id"] and again["resume"] == "allow"
     assert all(call["sync_tensorboard"] for call in wandb.calls) and [x["events"] for x in wandb.calls] == [0, 1, 2]
+    broken = {"env_id": "tiny_envs:Odd-v0", "env_kwargs": '{"what": "exit"}', "num_envs": 1}
+    with pytest.raises(SystemExit):
+        helpers.train("ppo", tmp_path / "c", track=True, tensorboard=True, **broken)
+    assert wandb.codes == [0, 0, 0, 1]
 
 
 def test_an_error_of_weights_and_biases_is_one_line(monkeypatch, tmp_path, capfd):

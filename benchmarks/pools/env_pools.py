@@ -434,7 +434,7 @@ def main(options: Options) -> int:
     others = {"rllib": measure_rllib, "overhead": measure_overhead, "split": measure_split, "killed": measure_killed}
     tasks |= {part: others[part] for part in options.parts if part in others}
     efforts = {name: {"rounds": options.rounds, "seconds": options.seconds} for name in tasks}
-    efforts |= {"killed": {"rounds": options.rounds, "minute": options.minute}} if "killed" in tasks else {}
+    efforts |= {"killed": {"minute": options.minute}} if "killed" in tasks else {}
     targets = {name: Target(options.out / f"{name}.json", efforts[name]) for name in tasks}
     before = {name: {"rows": []} | target.old for name, target in targets.items()}
     with stoppable(f"the parts that were finished before lie in {options.out}"):

@@ -162,8 +162,8 @@ SAC = (
     "[-5, 2]; the temperature's loss is linear in the logarithm of the temperature"
 )
 ENVS = (
-    "of several environments Gymnasium's, in one process, where ours takes EnvPool's if it has them, but for CartPole, "
-    "MountainCar and Pendulum"
+    "of several environments Gymnasium's, in one process, where ours by default takes EnvPool's if it has them, but "
+    "for up to eight of CartPole, MountainCar or Pendulum"
 )
 NOTICED = {
     "sb3": {"sac": SAC, "ppo_atari_envpool": "", "ppo": ENVS},

@@ -383,12 +383,10 @@ def write_summary(out: Path) -> str:
     """Make `throughput.md` and `throughput.png` of all results in a folder; returns the Markdown."""
     results = load_all(out, "contestants", "break_even_steps")
     lines = ["# Throughput", "", INTRODUCTION, "", "![steps per second](throughput.png)", ""]
-    beside = {True: " beside CleanRL and LeanRL", False: ""}
-    uses = {
-        f"{x['script']} {x['flags']}".strip() + beside[not set(CLONES).isdisjoint(x["contestants"])]: x["device_use"]
-        for x in results
-        if "device_use" in x
-    }
+    uses = {}
+    for x in [x for x in results if "device_use" in x]:
+        beside = " beside CleanRL and LeanRL" * bool(set(CLONES) & set(x["contestants"]))
+        uses[f"{x['script']} {x['flags']}".strip() + beside] = x["device_use"]
     if uses:
         device_use.draw(uses, out / "device_use.png")
         lines += ["![device busy over time](device_use.png)", ""]
