@@ -127,13 +127,17 @@ def test_what_the_device_does_is_shown(tmp_path):
     """As on a GPU, which there need not be here."""
     use = {"busy_fraction": 0.25, "busy_us_per_step": 100.0, "seconds": 0.1, "timeline": [0.2, 0.3]}
     use |= {"kernels_per_step": 30.5, "launches_per_step": 2.0, "graph_replays_per_step": 0.5, "copies_per_step": 3.0}
-    result = {"script": "ppo", "env_id": "CartPole-v1", "flags": "", "rounds": 1, "window_seconds": 2.0}
+    result = {"script": "dqn", "env_id": "CartPole-v1", "flags": "", "rounds": 1, "window_seconds": 2.0}
     result |= {"contestants": {"eager": contestant([4000.0] * 5)}, "ratios": [], "break_even_steps": {}}
     result |= {"published": None, "provenance": results.provenance(), "differences": {"sb3": "one thing"}}
-    (tmp_path / "ppo.json").write_text(json.dumps(result | {"device_use": {"eager": use, "lean": {"failed": "crash"}}}))
-    text = throughput.write_summary(tmp_path)
+    result |= {"device_use": {"eager": use, "lean": {"failed": "crash"}}}
+    (tmp_path / "dqn.json").write_text(json.dumps(result))
+    (tmp_path / "dqn_flags.json").write_text(json.dumps(result | {"flags": "--num-envs 4"}))
+    with mock.patch.object(throughput.device_use, "draw", wraps=throughput.device_use.draw) as draw:
+        text = throughput.write_summary(tmp_path)
+    assert list(draw.call_args.args[0]) == ["dqn", "dqn --num-envs 4"]
     assert "SB3 (PyTorch) differs: one thing.\n" in text
-    assert "| `ppo` | eager | 25% | 40% | 100.0 | 30.50 | 2.00 | 0.50 | 3.00 |" in text
+    assert "| `dqn` | eager | 25% | 40% | 100.0 | 30.50 | 2.00 | 0.50 | 3.00 |" in text
     assert "failed: crash" in text and (tmp_path / "device_use.png").stat().st_size > 1000
 
 

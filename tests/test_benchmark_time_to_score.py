@@ -1,5 +1,6 @@
 """Wall time until a policy is good enough, and the board of the fastest settings."""
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -353,6 +354,21 @@ def test_runs_that_failed_do_not_replace_those_that_did_not(monkeypatch, tmp_pat
     assert time_to_score.main(options) == 1
     assert path.read_text() == before and path.with_name(path.name + ".part").exists()
     assert "the older result stays" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        (time_to_score, time_to_score.Options(("ppo:CartPole-v1",), ("eager",), (), (1,), score=1.0)),
+        (speedrun, speedrun.Options("ppo", "CartPole-v1", score=1.0, beside=(), seeds=(1,))),
+    ],
+)
+def test_runs_with_less_time_do_not_replace_longer_ones(monkeypatch, tmp_path, capsys, module, options):
+    monkeypatch.setattr(time_to_score, "run_once", lambda *_args, **_environment: outcome(1.0))
+    assert module.main(dataclasses.replace(options, timeout=60.0, out=tmp_path)) == 0
+    capsys.readouterr()
+    error = refusal(module.main, dataclasses.replace(options, timeout=5.0, out=tmp_path), capsys)
+    assert "has 60 timeout, more than yours" in error
 
 
 def test_a_task_with_runs_that_failed_is_measured_again(monkeypatch, tmp_path):
