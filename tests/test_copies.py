@@ -1197,6 +1197,18 @@ def test_frozen_layers_stay_as_they_are_while_others_learn(copy, train_copy, tmp
     assert all(helpers.adam_steps(x) > 0 and x["exp_avg"].count_nonzero() > 0 for x in optimizers)
 
 
+@pytest.mark.parametrize("name", ["impala_ray", "ppo_ray", "a3c_ray", "a3c_ray_torchcompile"])
+def test_frozen_layers_stay_as_they_are_over_ray(copy, tmp_path, name):
+    """Runners of A3C make the network, too, to compute gradients of the weights that learn."""
+    anchor = "        if not self.is_discrete:\n            self.log_std = "
+    freeze = "        nn.init.constant_(self.critic[2].weight, 0.01)\n        self.critic[2].requires_grad_(False)\n"
+    module, compiles = copy(name, (anchor, freeze + anchor)), {"compile": False} if "torchcompile" in name else {}
+    settings = helpers.small_settings(name.removesuffix("_torchcompile")) | compiles
+    module.train(module.Args(**settings | {"run_dir": str(tmp_path / "run"), "device": "cpu"}))
+    saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    assert (saved["agent"]["critic.2.weight"] == 0.01).all() and helpers.adam_steps(saved["optimizer"]) > 0
+
+
 @pytest.mark.parametrize("name", ["sac_continuous_action", "td3_continuous_action"])
 @pytest.mark.parametrize("critic", [0, 1])
 def test_critics_of_which_one_is_frozen_are_not_stacked(copy, train_copy, capsys, name, critic):
