@@ -517,7 +517,7 @@ def test_target_network_is_copied_when_due(train, monkeypatch):
 
     def move_and_look(targets, weights):
         before = [x.detach().clone() for x in weights]
-        assert weights is updates[-1]  # those of the optimizer
+        assert list(map(id, weights)) == list(map(id, updates[-1]))  # those of the optimizer
         assert not all(map(torch.equal, targets, before))
         move(targets, weights)
         assert all(map(torch.equal, targets, before)) and all(map(torch.equal, weights, before))

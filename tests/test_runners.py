@@ -151,7 +151,7 @@ def test_each_runner_is_asked_for_no_more_than_it_may_owe(name):
     script, rng = load(name), np.random.default_rng(0)
     runners = object.__new__(script.RayRunners)
     runners.args = script.Args(num_runners=4, runner_restarts=1000)
-    runners.named, runners.run, runners.clock = {}, SimpleNamespace(num_updates=0), mock.Mock()
+    runners.named, runners.run, runners.clock = {}, mock.Mock(num_updates=0), mock.Mock()
     runners.sent = runners.known_to_runners()
     runners.most_stale, runners.ahead, runners.alive, runners.weights = np.inf, 2, set(range(4)), (0, np.zeros(1))
     runners.in_flight, runners.pending, runners.since = {}, [0] * 4, [np.inf] * 4
@@ -266,7 +266,7 @@ def test_a_run_ends_once_its_restarts_are_used_up(name, capsys):
     runners = object.__new__(script.RayRunners)
     runners.args, runners.restarts, runners.told = script.Args(num_runners=2, runner_restarts=1), 0, set()
     runners.alive, runners.in_flight, runners.actors, runners.ray = set(), {}, [None], mock.Mock()
-    runners.start, runners.stop = mock.Mock(), script.fail
+    runners.start, runners.stop, runners.run = mock.Mock(), script.fail, mock.Mock()
     for death in range(3):
         runners.alive.add(0)
         runners.places, runners.failures, runners.pending = {0: "here"}, [0], [1]
@@ -285,7 +285,7 @@ def test_the_machine_of_a_runner_that_cannot_start_is_named(name, capsys):
     runners.args, runners.restarts, runners.told = script.Args(num_runners=2, ray_address="auto"), 2, set()
     runners.alive, runners.in_flight, runners.actors, runners.ray = {1}, {}, [None], mock.Mock()
     runners.places, runners.failures, runners.pending, runners.stop = {}, [2], [0], stopped.append
-    runners.start = mock.Mock()
+    runners.start, runners.run = mock.Mock(), mock.Mock()
     error = RuntimeError("ray::RemoteRunner.open() (pid=7, ip=10.0.0.8, actor_id=17, repr=...)\nOSError: no licence")
     error.cause = OSError("no licence")
     runners.bury(0, error)
