@@ -474,7 +474,8 @@ class Adam(nn.Module):
     For small networks that bookkeeping takes longer than the kernel. torch.compile can trace neither, so compiled code
     uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
-    Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` would do nothing; `clip` them before.
+    Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` and the optimizers of torch.optim would do
+    nothing; `clip` them before, and give weights of your own to this Adam: of `nn.ModuleList([network, yours])`, say.
     To begin anew, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers`, of the formula, with 1.
     Weights that are frozen before, by `requires_grad_(False)`, stay as they are, and must stay frozen.
     """
@@ -780,8 +781,10 @@ def warn_of_pixels(space: gym.Space, obs_dim: int) -> None:
 def numbers_in(info: dict) -> dict[str, float]:
     """The finite numbers of an `info`, such as is_success; not those that EnvPool keeps for itself."""
     own = {"env_id", "elapsed_step"}
-    names = [key for key in info if isinstance(key, str) and key[:1] != "_" and key not in own]
-    numbers = {key: info[key] for key in names if isinstance(info[key], bool | int | float | np.bool_ | np.number)}
+    found = {key: x for key, x in info.items() if isinstance(key, str) and key[:1] != "_" and key not in own}
+    found |= {key: x[()] for key, x in found.items() if isinstance(x, np.ndarray) and x.ndim == 0}
+    found |= {key: x.item() for key, x in found.items() if isinstance(x, Tensor) and x.ndim == 0}
+    numbers = {key: x for key, x in found.items() if isinstance(x, bool | int | float | np.bool_ | np.number)}
     # `float` raises for times, and for some large integers
     fits = {key: abs(x) < 2**63 if type(x) is int else not isinstance(x, np.timedelta64) for key, x in numbers.items()}
     return {key: float(x) for key, x in numbers.items() if fits[key] and math.isfinite(x)}
@@ -944,7 +947,8 @@ def validate(args: Args) -> torch.device:
         least, most = LIMITS.get(name, (int(type(value) is int and "float" not in kinds[name]), math.inf))
         if type(value) in (int, float) and not (least <= value <= most and abs(value) < 3e38):  # float32 ends there
             bound = f" and at most {most}" if most < math.inf else " and less than 3e38" * (type(value) is float)
-            fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}")
+            hint = "; bounds of a setting of your own go into LIMITS" * (value == getattr(type(args), name, None))
+            fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}{hint}")
     for how in ("sync", "async"):
         if vars(args).get(f"{how}_envs") and vars(args).get("env_backend") == "envpool":
             fail(f"--{how}-envs is for Gymnasium's environments; EnvPool's step in threads")

@@ -1152,9 +1152,17 @@ def test_layers_that_critics_share_are_refused_by_the_twin(copy, train_copy, cap
 
 
 @pytest.mark.parametrize("name", ["sac_continuous_action", "td3_continuous_action"])
-@pytest.mark.parametrize("line", ["[layer for layer in critics.modules()]", "target_critics.apply(print)"])
-def test_a_loop_over_layers_that_a_stack_lacks_is_refused(copy, train_copy, capsys, name, line):
-    """It would change nothing, where the eager script resets the critics."""
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[layer for layer in critics.modules()]",
+        "target_critics.apply(print)",
+        "for critic in critics: critic.scale = 0.0",
+        "target_critics[0].requires_grad_(False)",
+    ],
+)
+def test_layers_and_critics_that_a_stack_lacks_are_refused(copy, train_copy, capsys, name, line):
+    """They would be copies, whose change does nothing, where the eager script changes the critics."""
     loop = "    while run.goes_on():\n"
     with pytest.raises(SystemExit) as end:
         train_copy(copy(f"{name}_torchcompile", (loop, f"{loop}        {line}\n")), name, compile=False)

@@ -208,7 +208,7 @@ TD3 = (
             (
                 "    nets = {True: critics[0], False: deepcopy(critics[0]).eval()}  "
                 "# the network that vmap runs: in training mode or not\n"
-                "    critics = TensorDictParams(from_modules(*critics).apply(transposed))\n",
+                "    critics = Stack(from_modules(*critics).apply(transposed))\n",
                 "",
             ),
             (
@@ -220,11 +220,6 @@ TD3 = (
                 'randomness="different")  # for dropout\n'
                 "        return call(weights, (obs, action))\n",
                 "        return torch.stack([critic(obs, action) for critic in ensemble])\n",
-            ),
-            (
-                "    refuse_layers(critics, target_critics)  "
-                "# compile: a stack has none, so a loop over them would change nothing\n",
-                "",
             ),
         ),
         is_compiled=True,
