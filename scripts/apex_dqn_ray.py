@@ -697,6 +697,8 @@ def changes_envs(env_id: str) -> bool:
     if spec := gym.registry.get(env_id):  # which may have been registered anew, or changed
         source, steps = spec.entry_point, importlib.import_module("envpool").make_spec(env_id).config.max_episode_steps
         is_own = not getattr(source, "__module__", source).startswith("gymnasium.")
+        of_gymnasium = {"continuous", "hardcore", "sab", "natural", "map_name", "is_slippery"}  # in its registrations
+        is_own |= bool(spec.additional_wrappers or spec.kwargs.keys() - of_gymnasium)
         if is_own or spec.max_episode_steps not in (None, steps):
             return True
     probe, space = gym.Env(), gym.spaces.Box(-1, 1, (1,))
@@ -715,8 +717,10 @@ class SyncEnvs:
 
     def __init__(self, env_fns: list):
         self.envs, self.done = [env_fn() for env_fn in env_fns], np.zeros(len(env_fns), dtype=bool)
-        self.single_observation_space = self.envs[0].observation_space
-        self.single_action_space = self.envs[0].action_space
+        spaces = [(env.observation_space, env.action_space) for env in self.envs]
+        if spaces.count(spaces[0]) < len(spaces):
+            raise ValueError("environments side by side must have the same spaces")
+        self.single_observation_space, self.single_action_space = spaces[0]
 
     def reset(self, seed: list[int | None]):
         self.done[:] = False
@@ -884,7 +888,8 @@ class Envs:
                 self.action_space = self.vector.single_action_space
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
         except Exception as error:  # anything a constructor may raise
-            fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}")
+            hint = "; EnvPool's are others than Gymnasium's" * (getattr(self, "backend", None) == "envpool")
+            fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}{hint}")
         for how in ("sync", "async") if self.backend == "envpool" else ():
             if vars(args).get(f"{how}_envs"):
                 fail(f"--{how}-envs is for Gymnasium's environments; {args.env_id} is EnvPool's, which has threads")
@@ -1012,18 +1017,19 @@ def open_envs(args: Args, seeds: list[int]) -> Envs:
     return envs
 
 
-def is_plain(x) -> bool:
-    """Whether something is a number, a text, an array, or a container of nothing else."""
+def is_plain(x, others=()) -> bool:
+    """Whether something is a number, a text, an array, of the types `others`, or a container of nothing else."""
     if isinstance(x, list | tuple | set | dict):
-        return all(map(is_plain, [*x, *x.values()] if isinstance(x, dict) else x))
-    return isinstance(x, bool | int | float | str | np.generic | np.ndarray | None)
+        return all(is_plain(part, others) for part in ([*x, *x.values()] if isinstance(x, dict) else x))
+    is_other = isinstance(x, others) and not isinstance(x, nn.Parameter)
+    return is_other or isinstance(x, bool | int | float | str | np.generic | np.ndarray | None)
 
 
-def numbers_in_dict(name: str, values) -> dict[str, tuple]:
+def numbers_in_dict(name: str, values, others=()) -> dict[str, tuple]:
     """What is plain, or a tensor but no weight, in a dictionary of names: name -> (dictionary, key)."""
     internal = vars(nn.Module())
     items = [(key, x) for key, x in values.items() if key[:2] != "__" and key not in internal]
-    kept = [key for key, x in items if is_plain(x) or (isinstance(x, Tensor) and not isinstance(x, nn.Parameter))]
+    kept = [key for key, x in items if is_plain(x, Tensor if isinstance(x, Tensor) else others)]
     return {f"{name}.{key}".lstrip("."): (values, key) for key in kept}
 
 
@@ -1048,14 +1054,29 @@ def named_globals(parts: list) -> dict[str, tuple]:
             if is_own and (isinstance(x, type) or hasattr(x, "__code__")):
                 parts += [x] * (x not in parts)
             else:
+                parts += [type(x)] * (is_own and type(x) not in parts)
                 found |= numbers_in_dict("", {name: x}) and {name: (globals(), name)}
                 found |= numbers_in_dict(name, vars(x)) if is_own or isinstance(x, SimpleNamespace) else {}
     return found
 
 
+def globals_beside(entry) -> dict[str, tuple]:
+    """Global numbers of the user's module that holds an environment's entry point, by name."""
+    source = entry.partition(":")[0] if isinstance(entry, str) else getattr(entry, "__module__", None)
+    values = vars(sys.modules[source]) if source in sys.modules and source != __name__ else {}
+    if "-packages" in (values.get("__file__") or "-packages"):  # a library's may change
+        return {}
+    keys = [key for key, x in values.items() if isinstance(x, bool | int | float) and key[:1] != "_"]
+    return {f"{source}.{key}": (values, key) for key in keys}
+
+
 def text_of(x) -> str:
     """A text that is another one whenever a number is; of many numbers it has a checksum."""
     x = x.detach().double().cpu().numpy() if hasattr(x, "detach") else x
+    if isinstance(x, dict):
+        return "{" + ", ".join(f"{key!r}: {text_of(part)}" for key, part in x.items()) + "}"
+    if isinstance(x, list | tuple):
+        return "[" + ", ".join(map(text_of, x)) + "]"
     if not isinstance(x, np.ndarray):
         return repr(x)
     return repr(x.tolist()) if x.size < 10 else f"{x.size} numbers with checksum {zlib.crc32(np.ascontiguousarray(x))}"
@@ -1064,24 +1085,27 @@ def text_of(x) -> str:
 def get_weights(module: nn.Module) -> np.ndarray:
     """All weights as one vector (P,), which is what goes to runners; SystemExit(2) if another number has changed.
 
-    Those are the numbers that are attributes of the module, of its layers, or of their classes.
+    Those are the numbers that are attributes of the module, of its layers, of their classes, or of objects in them.
     """
     if "first_numbers" not in vars(module):
-        found = {}
-        for name, part in module.named_modules():
+        found, parts = [], [*module.named_modules()]
+        for name, part in parts:  # grows
             own = [x for x in type(part).__mro__ if not x.__module__.startswith(("torch.", "builtins"))]
-            for values in (*map(vars, own), vars(part)):
-                found |= numbers_in_dict(name, values)
-        found = [(name, values, key, values[key]) for name, (values, key) in found.items()]
+            values = ChainMap(vars(part), *map(vars, own))  # an object's own attribute wins, even one that comes later
+            names = [(key, where) for key, (_, where) in numbers_in_dict(name, values, Tensor).items()]
+            found += [(key, part, where, getattr(part, where)) for key, where in names]
+            objects = [(key, x) for key, x in vars(part).items() if type(x).__module__ in (__name__, "types")]
+            objects = [(key, x) for key, x in objects if hasattr(x, "__dict__") and all(x is not y for _, y in parts)]
+            parts += [(f"{name}.{key}".lstrip("."), x) for key, x in objects]
         # Not those that are empty at the start: caches, as is a tensor where there was None
         found = [where for where in found if not isinstance(where[-1], list | dict | set) or where[-1]]
         vars(module)["first_numbers"] = [(*where, text_of(where[-1])) for where in found]
-    for name, values, key, first, text in module.first_numbers:
-        x = values.get(key)
+    for name, part, key, first, text in module.first_numbers:
+        x = getattr(part, key, None)
         is_same = x is first and isinstance(x, bool | int | float | str | None)  # others may change in place
         is_cache = first is None and isinstance(x, Tensor)
         if not is_same and not is_cache and (now := text_of(x)) != text:
-            hint = "make it a parameter, or hand it to `publish` and take it in `Runner.sample`"
+            hint = "make it a parameter, with `requires_grad=False` if it shall not learn"
             fail(f"`{name}` of the network was {text} at the start and is {now}, and runners get only weights: {hint}")
     return torch.cat([weight.detach().reshape(-1) for weight in module.parameters()]).cpu().numpy()
 
@@ -1479,9 +1503,10 @@ class RayRunners(Runners):
         # Since when each owes a fragment; when the last one arrived; what a runner that starts is sent, as text
         self.since, self.last_news = [math.inf] * args.num_runners, -math.inf
         of_learners = [globals()[x] for x in ("make_learner", "PrioritizedReplay") if x in globals()]
-        entry = getattr(gym.registry.get(args.env_id), "entry_point", None)
+        entry = getattr(gym.registry.get(args.env_id.rpartition(":")[2]), "entry_point", None)
         of_envs = [entry] if getattr(entry, "__module__", None) == __name__ else []
         self.named = named_globals([Runner, *of_envs, *(of_learners if args.num_learners > 1 else [])])
+        self.named |= globals_beside(entry)
         self.sent = self.known_to_runners()
         self.deadline = time.monotonic() + args.fragment_timeout
         for index in range(args.num_runners):
@@ -1889,6 +1914,8 @@ def validate(args: Args) -> torch.device:
     """Refuse settings that can't work, before any work is done; returns the device to learn on."""
     kinds = {field.name: str(field.type) for field in fields(args)}  # a float may be given as 0
     for name, value in asdict(args).items():
+        if hasattr(getattr(args, name), "__dataclass_fields__"):
+            fail(f"`{name}` of `Args` is a dataclass, which no checkpoint restores: make its fields settings of `Args`")
         least, most = LIMITS.get(name, (int(type(value) is int and "float" not in kinds[name]), math.inf))
         if type(value) in (int, float) and not (least <= value <= most and abs(value) < 3e38):  # float32 ends there
             bound = f" and at most {most}" if most < math.inf else " and less than 3e38" * (type(value) is float)
@@ -2250,7 +2277,7 @@ class Run:
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
         if error:
-            sys.exit(f"error: {error}, at step {self.step}; {self.hint()}")
+            sys.exit(f"error: {' '.join(error.split())}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
             print("this run was finished before; a greater --total-timesteps (in PPO by a rollout) lets it go on")
         count = len(self.returns)

@@ -486,11 +486,12 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def is_plain(x) -> bool:
-    """Whether something is a number, a text, an array, or a container of nothing else."""
+def is_plain(x, others=()) -> bool:
+    """Whether something is a number, a text, an array, of the types `others`, or a container of nothing else."""
     if isinstance(x, list | tuple | set | dict):
-        return all(map(is_plain, [*x, *x.values()] if isinstance(x, dict) else x))
-    return isinstance(x, bool | int | float | str | np.generic | np.ndarray | None)
+        return all(is_plain(part, others) for part in ([*x, *x.values()] if isinstance(x, dict) else x))
+    is_other = isinstance(x, others) and not isinstance(x, nn.Parameter)
+    return is_other or isinstance(x, bool | int | float | str | np.generic | np.ndarray | None)
 
 
 @torch.no_grad()
@@ -569,7 +570,8 @@ class Envs:
             settings |= without(json.loads(args.env_kwargs), {"seed", "batch_size", *settings} - {"num_threads"})
             self.pools = [envpool.make_gymnasium(args.env_id, seed=part, **settings) for part in parts]
         except Exception as error:  # anything a constructor may raise
-            fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}")
+            hint = "; EnvPool's are others than Gymnasium's" * (getattr(self, "backend", None) == "envpool")
+            fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}{hint}")
         for thread in set(os.listdir(tasks)) - threads if tasks.exists() else ():
             # The policy's thread has priority, since all games wait for it
             os.setpriority(os.PRIO_PROCESS, int(thread), os.getpriority(os.PRIO_PROCESS, 0) + 10)
@@ -651,6 +653,8 @@ def validate(args: Args) -> torch.device:
     """Refuse settings that can't work, before any work is done; returns the device to learn on."""
     kinds = {field.name: str(field.type) for field in fields(args)}  # a float may be given as 0
     for name, value in asdict(args).items():
+        if hasattr(getattr(args, name), "__dataclass_fields__"):
+            fail(f"`{name}` of `Args` is a dataclass, which no checkpoint restores: make its fields settings of `Args`")
         least, most = LIMITS.get(name, (int(type(value) is int and "float" not in kinds[name]), math.inf))
         if type(value) in (int, float) and not (least <= value <= most and abs(value) < 3e38):  # float32 ends there
             bound = f" and at most {most}" if most < math.inf else " and less than 3e38" * (type(value) is float)
@@ -1012,7 +1016,7 @@ class Run:
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
         if error:
-            sys.exit(f"error: {error}, at step {self.step}; {self.hint()}")
+            sys.exit(f"error: {' '.join(error.split())}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
             print("this run was finished before; a greater --total-timesteps (in PPO by a rollout) lets it go on")
         count = len(self.returns)

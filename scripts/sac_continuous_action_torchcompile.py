@@ -977,6 +977,8 @@ def changes_envs(env_id: str) -> bool:
     if spec := gym.registry.get(env_id):  # which may have been registered anew, or changed
         source, steps = spec.entry_point, importlib.import_module("envpool").make_spec(env_id).config.max_episode_steps
         is_own = not getattr(source, "__module__", source).startswith("gymnasium.")
+        of_gymnasium = {"continuous", "hardcore", "sab", "natural", "map_name", "is_slippery"}  # in its registrations
+        is_own |= bool(spec.additional_wrappers or spec.kwargs.keys() - of_gymnasium)
         if is_own or spec.max_episode_steps not in (None, steps):
             return True
     probe, space = gym.Env(), gym.spaces.Box(-1, 1, (1,))
@@ -995,8 +997,10 @@ class SyncEnvs:
 
     def __init__(self, env_fns: list):
         self.envs, self.done = [env_fn() for env_fn in env_fns], np.zeros(len(env_fns), dtype=bool)
-        self.single_observation_space = self.envs[0].observation_space
-        self.single_action_space = self.envs[0].action_space
+        spaces = [(env.observation_space, env.action_space) for env in self.envs]
+        if spaces.count(spaces[0]) < len(spaces):
+            raise ValueError("environments side by side must have the same spaces")
+        self.single_observation_space, self.single_action_space = spaces[0]
 
     def reset(self, seed: list[int | None]):
         self.done[:] = False
@@ -1169,7 +1173,8 @@ class Envs:
                 self.action_space = self.vector.single_action_space
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
         except Exception as error:  # anything a constructor may raise
-            fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}")
+            hint = "; EnvPool's are others than Gymnasium's" * (getattr(self, "backend", None) == "envpool")
+            fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}{hint}")
         for how in ("sync", "async") if self.backend == "envpool" else ():
             if vars(args).get(f"{how}_envs"):
                 fail(f"--{how}-envs is for Gymnasium's environments; {args.env_id} is EnvPool's, which has threads")
@@ -1289,6 +1294,8 @@ def validate(args: Args) -> torch.device:
     """Refuse settings that can't work, before any work is done; returns the device to learn on."""
     kinds = {field.name: str(field.type) for field in fields(args)}  # a float may be given as 0
     for name, value in asdict(args).items():
+        if hasattr(getattr(args, name), "__dataclass_fields__"):
+            fail(f"`{name}` of `Args` is a dataclass, which no checkpoint restores: make its fields settings of `Args`")
         least, most = LIMITS.get(name, (int(type(value) is int and "float" not in kinds[name]), math.inf))
         if type(value) in (int, float) and not (least <= value <= most and abs(value) < 3e38):  # float32 ends there
             bound = f" and at most {most}" if most < math.inf else " and less than 3e38" * (type(value) is float)
@@ -1650,7 +1657,7 @@ class Run:
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
         if error:
-            sys.exit(f"error: {error}, at step {self.step}; {self.hint()}")
+            sys.exit(f"error: {' '.join(error.split())}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
             print("this run was finished before; a greater --total-timesteps (in PPO by a rollout) lets it go on")
         count = len(self.returns)

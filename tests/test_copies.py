@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -1602,12 +1603,18 @@ def test_a_schedule_of_the_network_reaches_the_copy_that_acts(copy, train_copy, 
         "net[0].fine += 1e-6",
         "net[0].name = 'second'",
         "net[1].negative_slope = 0.5",
+        "net[0].power = 2.0",
+        "net[0].moments['mean'].fill_(1.0)",
+        "net[0].schedule.value = 0.5",
     ],
 )
 def test_a_number_of_the_network_that_no_runner_gets_is_refused_when_it_changes(monkeypatch, capsys, change):
     monkeypatch.setattr(Scaled, "power", 1.0)
     script, net = defining("get_weights"), nn.Sequential(Scaled(), nn.LeakyReLU())
+    net[0].moments, net[0].schedule = {"mean": torch.zeros(20)}, SimpleNamespace(value=1.0)
+    net[0].schedule.of = net[0].schedule  # objects may refer to each other
     weights = script.get_weights(net)
+    assert (script.get_weights(deepcopy(net)) == weights).all()  # a copy is a network like any other
     with torch.no_grad():
         net[0].weight.add_(1.0)
     net[0].log.append(1.0)
@@ -1618,7 +1625,7 @@ def test_a_number_of_the_network_that_no_runner_gets_is_refused_when_it_changes(
         script.get_weights(net)
     assert end.value.code == 2
     said = capsys.readouterr().err
-    assert re.search(r"`[01]\.\w+` of the network was .* at the start and is .*, and runners get only weights", said)
+    assert re.search(r"`[01][\w.]+` of the network was .* at the start and is .*, and runners get only weights", said)
 
 
 NOISE = """
@@ -1638,10 +1645,23 @@ class Widths:
 
 
 WIDTHS = Widths()
+FACTOR, MANY = 1.0, {"visits": np.zeros(2000)}
+
+
+class Called:
+    def __init__(self):
+        self.own = 1.0
+
+    def __call__(self):
+        return FACTOR * self.own
+
+
+CALLED = Called()
 
 
 def scale():
-    return SEEN["scale"], NARROW, NOTHING, PAIR, SPACE.width, Widths.most, WIDTHS.own, Widths.least()
+    CALLED()
+    return SEEN["scale"], NARROW, NOTHING, PAIR, SPACE.width, Widths.most, WIDTHS.own, Widths.least(), MANY
 """
 RAY = [eager.stem for eager, _ in helpers.PAIRS if eager.stem.endswith("_ray")]
 
@@ -1661,11 +1681,15 @@ RAY = [eager.stem for eager, _ in helpers.PAIRS if eager.stem.endswith("_ray")]
         ("module.Widths.most = 3.0", "`Widths.most` changed"),
         ("module.WIDTHS.own = 4.0", "`WIDTHS.own` changed"),
         ("module.LEAST = 2.0", "`LEAST` changed"),
+        ("module.CALLED.own = 2.0", "`CALLED.own` changed"),
+        ("module.FACTOR = 2.0", "`FACTOR` changed"),
+        ("module.MANY['visits'][1000] = 2.0", "`MANY` changed"),
+        ("tiny_envs.own_level = 2.0", "`tiny_envs.own_level` changed"),
         ("module.Runner.epsilon = 2.0", "`Runner.epsilon` changed"),
         ("module.LEARNT[0] = 2.0", None),
     ],
 )
-def test_numbers_that_runners_would_not_get_are_refused_when_they_change(copy, name, change, found):
+def test_numbers_that_runners_would_not_get_are_refused_when_they_change(copy, monkeypatch, name, change, found):
     """Those that the code of `Runner` names, itself or in a function that it calls; not those of the learner alone."""
     clock = '        self.clock.lap("runners_waiting")\n'
     module = copy(
@@ -1676,12 +1700,10 @@ def test_numbers_that_runners_would_not_get_are_refused_when_they_change(copy, n
     )
     args, runners = module.Args(), object.__new__(module.RayRunners)
     args.scales, args.new = [1.0], 1.0
-    runners.args, runners.clock, runners.alive, runners.named = (
-        args,
-        mock.Mock(),
-        (),
-        module.named_globals([module.Runner]),
-    )
+    monkeypatch.setattr(tiny_envs, "own_level", 1.0, raising=False)
+    runners.args, runners.clock, runners.alive = args, mock.Mock(), ()
+    runners.named = module.named_globals([module.Runner]) | module.globals_beside(gym.registry["Stream-v0"].entry_point)
+    assert not module.globals_beside(gym.registry["CartPole-v1"].entry_point)  # of a library
     runners.sent, runners.stop = runners.known_to_runners(), mock.Mock(side_effect=SystemExit)
     runners.publish(0, np.zeros(1))
     exec(change)
@@ -1957,6 +1979,32 @@ class Halved(gym.Wrapper):
 WRAP = "def wrap(env: gym.Env) -> gym.Env:\n"
 
 
+def test_environments_side_by_side_have_the_same_spaces(capsys):
+    """Else actions that the first one lacks would never be tried."""
+    script, sizes = load("ppo"), iter((2, 2, 3))
+    with mock.patch.dict(gym.registry):
+        gym.register("Differ-v0", lambda: tiny_envs.Tiny(action_space=Discrete(next(sizes))))
+        with pytest.raises(SystemExit) as end:
+            script.Envs(script.Args(env_id="Differ-v0", sync_envs=True), [1, 2, 3])
+    assert end.value.code == 2 and "must have the same spaces" in capsys.readouterr().err
+
+
+def test_arguments_that_envpool_lacks_are_refused_in_its_name(capsys):
+    script = load("ppo")
+    with pytest.raises(SystemExit):
+        script.Envs(script.Args(env_kwargs='{"sutton_barto_reward": true}', env_backend="envpool"), [1, 2])
+    assert "sutton_barto_reward" in (said := capsys.readouterr().err) and "EnvPool's are others" in said
+
+
+def test_settings_that_no_checkpoint_restores_are_refused(copy, capsys):
+    head, own = "\n@dataclass\nclass Args:\n", "    net: Net = field(default_factory=Net)\n"
+    nested = f"\n@dataclass\nclass Net:\n    width: int = 64\n\n{head}{own}"
+    module = copy("ppo", (head, nested), ("import asdict, ", "import asdict, field, "))
+    with pytest.raises(SystemExit) as end:
+        module.train(module.Args())
+    assert end.value.code == 2 and "`net` of `Args` is a dataclass" in capsys.readouterr().err
+
+
 def test_wrappers_of_a_copy_are_around_each_environment(copy, capsys):
     """By default as many environments would be EnvPool's, which can have none."""
     body = "    return HalfReward(Halved(env))\n"
@@ -2002,8 +2050,10 @@ def test_what_a_copy_registers_takes_the_place_of_an_environment_of_envpools(cap
         with pytest.raises(SystemExit) as end:
             script.choose_backend(backend="envpool", **arguments)
     assert end.value.code == 2 and "CartPole-v1 is EnvPool's, which ignores" in capsys.readouterr().err
-    with mock.patch.object(gym.registry["CartPole-v1"], "max_episode_steps", 3):
-        assert script.choose_backend(backend="auto", **arguments) == "gymnasium"
+    wrappers = (SimpleNamespace(name="TimeAwareObservation"),)
+    for name, value in (("max_episode_steps", 3), ("kwargs", {"bonus": True}), ("additional_wrappers", wrappers)):
+        with mock.patch.object(gym.registry["CartPole-v1"], name, value):
+            assert script.choose_backend(backend="auto", **arguments) == "gymnasium"
     both = gym.registry.keys() & importlib.import_module("envpool").list_all_envs()
     assert len(both) > 50 and not any(map(script.changes_envs, both))
 
