@@ -241,6 +241,14 @@ def test_seeds_of_two_reports_are_pooled(monkeypatch):
         assert not readme.pooled([first, other])
 
 
+def test_settings_stand_beside_a_row_as_flags():
+    """Those that are in its variant's flags once."""
+    settings = {"bf16": True, "learning_rate": 0.001, "anneal_lr": False, "num_envs": 64}
+    flags = readme.with_settings("--bf16 --num-envs 64", {"settings": settings})
+    assert flags == "--bf16 --num-envs 64 --learning-rate 0.001 --no-anneal-lr"
+    assert readme.with_settings("--bf16", {"settings": None}) == readme.with_settings("--bf16", {}) == "--bf16"
+
+
 def test_the_time_to_a_score_is_shown(tmp_path, monkeypatch):
     """A row for each task, a column for each contestant; without results there is nothing."""
     monkeypatch.setattr(readme, "RESULTS", tmp_path)

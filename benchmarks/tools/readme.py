@@ -433,8 +433,17 @@ def learning_rows(summary: dict) -> list[list[str]]:
         names = [Path(file).parent.name for file in summary.get("parts", [summary["file"]])]
         links = ", ".join(f"[{name}](benchmarks/results/learning/{name}/report.md)" for name in names)
         steps = f"{known['steps']:,}"
-        cells.append([row_name(known), steps, *scores, theirs, links, flags_cell(flags, env_id)])
+        cells.append([row_name(known), steps, *scores, theirs, links, flags_cell(with_settings(flags, known), env_id)])
     return cells
+
+
+def with_settings(flags: str, row: dict) -> str:
+    """Flags, and those of settings of a row that are not among them."""
+    given = {word.removeprefix("--").removeprefix("no-").replace("-", "_") for word in flags.split()}
+    names = {name: name.replace("_", "-") for name in row.get("settings") or {} if name not in given}
+    values = {name: row["settings"][name] for name in names}
+    more = [f"--{'no-' * (x is False)}{names[name]}" + f" {x}" * (type(x) is not bool) for name, x in values.items()]
+    return " ".join([*flags.split(), *more])
 
 
 def pooled(summaries: list[dict]) -> list[dict]:
