@@ -353,7 +353,8 @@ def test_learns_over_two_nodes(train):
     settings = {"env_id": "CartPole-v1", "num_runners": 2, "envs_per_runner": 16, "fragment_steps": 32}
     settings |= {"learning_rate": 1e-3, "anneal_lr": False, "batch_updates": 4}
     run = train(**settings, total_timesteps=60_000, log_every=5_000)
-    returns, last = [line["charts/episodic_return"] for line in run.lines], run.lines[-1]
+    last = run.lines[-1]  # a line may lack returns: near the end, environments that began together all play on
+    returns = [line["charts/episodic_return"] for line in run.lines if "charts/episodic_return" in line]
     assert max(returns) > 100 > 2 * returns[0]  # runs over Ray differ each time; one may end in a dip
     assert last["runners/alive"] == 2 and last["runners/restarts"] == 0
     assert 0 < last["runners/staleness"] <= last["runners/staleness_max"]
