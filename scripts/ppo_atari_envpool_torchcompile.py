@@ -767,12 +767,11 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def is_plain(x, others=()) -> bool:
-    """Whether something is a number, a text, an array, of the types `others`, or a container of nothing else."""
+def is_plain(x) -> bool:
+    """Whether something is a number, a text, an array, or a container of nothing else."""
     if isinstance(x, list | tuple | set | dict):
-        return all(is_plain(part, others) for part in ([*x, *x.values()] if isinstance(x, dict) else x))
-    is_other = isinstance(x, others) and not isinstance(x, nn.Parameter)
-    return is_other or isinstance(x, bool | int | float | str | np.generic | np.ndarray | None)
+        return all(map(is_plain, [*x, *x.values()] if isinstance(x, dict) else x))
+    return isinstance(x, bool | int | float | str | np.generic | np.ndarray | None)
 
 
 @torch.no_grad()

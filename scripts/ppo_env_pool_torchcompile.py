@@ -767,12 +767,11 @@ def check_equal(names: list[str], first: list, now: list) -> None:
             fail(f"`{name}` is another {type(old).__name__} than when this was compiled: change it in place")
 
 
-def is_plain(x, others=()) -> bool:
-    """Whether something is a number, a text, an array, of the types `others`, or a container of nothing else."""
+def is_plain(x) -> bool:
+    """Whether something is a number, a text, an array, or a container of nothing else."""
     if isinstance(x, list | tuple | set | dict):
-        return all(is_plain(part, others) for part in ([*x, *x.values()] if isinstance(x, dict) else x))
-    is_other = isinstance(x, others) and not isinstance(x, nn.Parameter)
-    return is_other or isinstance(x, bool | int | float | str | np.generic | np.ndarray | None)
+        return all(map(is_plain, [*x, *x.values()] if isinstance(x, dict) else x))
+    return isinstance(x, bool | int | float | str | np.generic | np.ndarray | None)
 
 
 @torch.no_grad()
@@ -1336,9 +1335,9 @@ def numbers_in(info: dict) -> dict[str, float]:
     """The finite numbers of an `info`, such as is_success; not those that EnvPool keeps for itself."""
     own = {"env_id", "elapsed_step"}
     found = {key: x for key, x in info.items() if isinstance(key, str) and key[:1] != "_" and key not in own}
-    found |= {key: x[()] for key, x in found.items() if isinstance(x, np.ndarray) and x.ndim == 0}
-    others = {key: x for key, x in found.items() if hasattr(x, "item") and not isinstance(x, np.generic)}
-    found |= {key: x.item() for key, x in others.items() if getattr(x, "ndim", 1) == 0}  # a tensor, in any library
+    for key, x in found.items():  # arrays and tensors without dimensions, of any library
+        if getattr(x, "shape", None) == () and hasattr(x, "item") and not isinstance(x, np.generic):
+            found[key] = x.item()
     numbers = {key: x for key, x in found.items() if isinstance(x, bool | int | float | np.bool_ | np.number)}
     # `float` raises for times, and for some large integers
     fits = {key: abs(x) < 2**63 if type(x) is int else not isinstance(x, np.timedelta64) for key, x in numbers.items()}

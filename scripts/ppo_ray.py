@@ -959,9 +959,9 @@ def numbers_in(info: dict) -> dict[str, float]:
     """The finite numbers of an `info`, such as is_success; not those that EnvPool keeps for itself."""
     own = {"env_id", "elapsed_step"}
     found = {key: x for key, x in info.items() if isinstance(key, str) and key[:1] != "_" and key not in own}
-    found |= {key: x[()] for key, x in found.items() if isinstance(x, np.ndarray) and x.ndim == 0}
-    others = {key: x for key, x in found.items() if hasattr(x, "item") and not isinstance(x, np.generic)}
-    found |= {key: x.item() for key, x in others.items() if getattr(x, "ndim", 1) == 0}  # a tensor, in any library
+    for key, x in found.items():  # arrays and tensors without dimensions, of any library
+        if getattr(x, "shape", None) == () and hasattr(x, "item") and not isinstance(x, np.generic):
+            found[key] = x.item()
     numbers = {key: x for key, x in found.items() if isinstance(x, bool | int | float | np.bool_ | np.number)}
     # `float` raises for times, and for some large integers
     fits = {key: abs(x) < 2**63 if type(x) is int else not isinstance(x, np.timedelta64) for key, x in numbers.items()}
@@ -1171,19 +1171,28 @@ def check_actions(args: Args, space: gym.Space) -> None:
         fail(f"{args.env_id} has actions {space}; this script takes Discrete or float actions")
 
 
-def is_plain(x, others=()) -> bool:
-    """Whether something is a number, a text, an array, of the types `others`, or a container of nothing else."""
+def is_plain(x) -> bool:
+    """Whether something is a number, a text, an array, or a container of nothing else."""
     if isinstance(x, list | tuple | set | dict):
-        return all(is_plain(part, others) for part in ([*x, *x.values()] if isinstance(x, dict) else x))
-    is_other = isinstance(x, others) and not isinstance(x, nn.Parameter)
-    return is_other or isinstance(x, bool | int | float | str | np.generic | np.ndarray | None)
+        return all(map(is_plain, [*x, *x.values()] if isinstance(x, dict) else x))
+    return isinstance(x, bool | int | float | str | np.generic | np.ndarray | None)
 
 
-def numbers_in_dict(name: str, values, others=()) -> dict[str, tuple]:
-    """What is plain, or a tensor but no weight, in a dictionary of names: name -> (dictionary, key)."""
+def is_state(x) -> bool:
+    """Whether something is plain, or a tensor but no weight, or a container of nothing else."""
+    if isinstance(x, list | tuple | dict):
+        return all(map(is_state, x.values() if isinstance(x, dict) else x))
+    return is_plain(x) or (isinstance(x, Tensor) and not isinstance(x, nn.Parameter))
+
+
+def numbers_in_dict(name: str, values, in_containers: bool = False) -> dict[str, tuple]:
+    """What is plain, or a tensor but no weight, in a dictionary of names: name -> (dictionary, key).
+
+    Containers of tensors are left out, unless `in_containers`: optimizers have lists of their own.
+    """
     internal = vars(nn.Module())
     items = [(key, x) for key, x in values.items() if key[:2] != "__" and key not in internal]
-    kept = [key for key, x in items if is_plain(x, Tensor if isinstance(x, Tensor) else others)]
+    kept = [key for key, x in items if (is_state if in_containers or isinstance(x, Tensor) else is_plain)(x)]
     return {f"{name}.{key}".lstrip("."): (values, key) for key in kept}
 
 
@@ -1246,7 +1255,7 @@ def get_weights(module: nn.Module) -> np.ndarray:
         for name, part in parts:  # grows
             own = [x for x in type(part).__mro__ if not x.__module__.startswith(("torch.", "builtins"))]
             values = ChainMap(vars(part), *map(vars, own))  # an object's own attribute wins, even one that comes later
-            names = [(key, where) for key, (_, where) in numbers_in_dict(name, values, Tensor).items()]
+            names = [(key, where) for key, (_, where) in numbers_in_dict(name, values, in_containers=True).items()]
             found += [(key, part, where, getattr(part, where)) for key, where in names]
             objects = [(key, x) for key, x in vars(part).items() if type(x).__module__ in (__name__, "types")]
             objects = [(key, x) for key, x in objects if hasattr(x, "__dict__") and all(x is not y for _, y in parts)]

@@ -811,7 +811,7 @@ def transposed(stack: Tensor) -> Tensor:
 class Stack(TensorDictParams):
     """The weights of critics, stacked (2, ...). It has no layers and no single critics, so SystemExit(2) for who asks.
 
-    A loop over layers or critics would change copies, and with them nothing.
+    A loop over layers or critics would change copies only.
     """
 
     def refuse(self, *_, **__) -> NoReturn:
@@ -1131,9 +1131,9 @@ def numbers_in(info: dict) -> dict[str, float]:
     """The finite numbers of an `info`, such as is_success; not those that EnvPool keeps for itself."""
     own = {"env_id", "elapsed_step"}
     found = {key: x for key, x in info.items() if isinstance(key, str) and key[:1] != "_" and key not in own}
-    found |= {key: x[()] for key, x in found.items() if isinstance(x, np.ndarray) and x.ndim == 0}
-    others = {key: x for key, x in found.items() if hasattr(x, "item") and not isinstance(x, np.generic)}
-    found |= {key: x.item() for key, x in others.items() if getattr(x, "ndim", 1) == 0}  # a tensor, in any library
+    for key, x in found.items():  # arrays and tensors without dimensions, of any library
+        if getattr(x, "shape", None) == () and hasattr(x, "item") and not isinstance(x, np.generic):
+            found[key] = x.item()
     numbers = {key: x for key, x in found.items() if isinstance(x, bool | int | float | np.bool_ | np.number)}
     # `float` raises for times, and for some large integers
     fits = {key: abs(x) < 2**63 if type(x) is int else not isinstance(x, np.timedelta64) for key, x in numbers.items()}

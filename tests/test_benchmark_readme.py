@@ -56,14 +56,16 @@ RATIOS = {  # what the README says, and which ratio of which result that is
     r"of SB3 and ([\d.]+) times that of SBX,": (f"{CASCADE_LAKE}/sac_continuous_action", "compile", "sbx"),
     r"SBX, TD3 ([\d.]+) and [\d.]+,": (f"{CASCADE_LAKE}/td3_continuous_action", "compile", "sb3"),
     r"SBX, TD3 [\d.]+ and ([\d.]+),": (f"{CASCADE_LAKE}/td3_continuous_action", "compile", "sbx"),
-    r"DQN ([\d.]+) and [\d.]+;": (f"{CASCADE_LAKE}/dqn", "compile", "sb3"),
-    r"DQN [\d.]+ and ([\d.]+);": (f"{CASCADE_LAKE}/dqn", "compile", "sbx"),
+    r"DQN \(CartPole\) ([\d.]+) and [\d.]+;": (f"{CASCADE_LAKE}/dqn", "compile", "sb3"),
+    r"DQN \(CartPole\) [\d.]+ and ([\d.]+);": (f"{CASCADE_LAKE}/dqn", "compile", "sbx"),
     r"on a Zen 3, SAC ([\d.]+) and [\d.]+,": (f"{ZEN_3}/sac_continuous_action", "compile", "sb3"),
     r"on a Zen 3, SAC [\d.]+ and ([\d.]+),": (f"{ZEN_3}/sac_continuous_action", "compile", "sbx"),
     r", TD3 ([\d.]+) and [\d.]+; eager": (f"{ZEN_3}/td3_continuous_action", "compile", "sb3"),
     r", TD3 [\d.]+ and ([\d.]+); eager": (f"{ZEN_3}/td3_continuous_action", "compile", "sbx"),
-    r"Zen 4, PPO, compiled or not, has ([\d.]+) times": (f"{ZEN_4}/ppo_atari_envpool", "compile", "sb3"),
-    r"SB3's speed, with `--bf16` ([\d.]+)\.": (f"{ZEN_4}/ppo_atari_envpool_bf16", "compile", "sb3"),
+    r"and a Zen 4, PPO has ([\d.]+) times": (f"{ZEN_4}/ppo_atari_envpool", "compile", "sb3"),
+    r"SB3's speed, eager ([\d.]+),": (f"{ZEN_4}/ppo_atari_envpool", "eager", "sb3"),
+    r"with `--bf16`, which SB3 lacks, ([\d.]+)\.": (f"{ZEN_4}/ppo_atari_envpool_bf16", "compile", "sb3"),
+    r"TD3, Zen 3: ([\d.]+)\.": ("ladder/td3_continuous_action", "9", "0"),
     r"eager `ppo_ray` is ([\d.]+) times": (f"{EPYC}/ppo_ray", "eager", "rllib"),
     r"--batch-updates 1` (\d+) to \d+ times": (f"{ZEN_4}/impala_ray_{RUNNERS.format(16)}", "eager", "rllib"),
     r"--batch-updates 1` \d+ to (\d+) times": (f"{ZEN_4}/impala_ray_{RUNNERS.format(4)}", "eager", "rllib"),
@@ -88,10 +90,18 @@ def test_figures_of_the_readme_are_those_of_the_results():
     said = re.findall(r"there after (\d+) s, compiled (\d+) s, with a cache (\d+) s, SB3 (\d+) s", text)
     names = ("eager", "compile (cold)", "compile (warm)", "sb3")
     assert said == [tuple(f"{time_to_score.summarize(times[name])['each']:.0f}" for name in names)]
+    times = read("time_to_score/ppo_Acrobot-v1")["contestants"]
+    assert re.findall(r"on Acrobot (\d+), (\d+), (\d+), (\d+)\.", text) == [
+        tuple(f"{time_to_score.summarize(times[name])['each']:.0f}" for name in names)
+    ]
     ladder = re.search(r"usual loop .*?C\+\+ [\d,]+", text)[0]
     speeds = [f"{x['steps_per_second']:,.0f}" for x in read("ladder/ppo_continuous_action")["contestants"].values()]
     said = re.findall(r"\d,\d+", ladder)
     assert len(said) == 8 and said == [speed for speed in speeds if speed in said]
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def test_results_of_another_machine_stay(tmp_path):

@@ -90,6 +90,15 @@ def test_intervals_over_few_seeds_are_too_narrow(seeds, statistic, share):
     assert ((low < 0) & (high > 0)).mean() == pytest.approx(share, abs=0.04)
 
 
+@pytest.mark.parametrize(("deficit", "share"), [(1, 0.25), (2, 0.66)])
+def test_a_verdict_misses_small_deficits(deficit, share):
+    """RESULTS.md names these shares of verdicts that say "below", of five normal results beside three of CleanRL's."""
+    rng, trials = np.random.default_rng(7), 2000
+    ours, theirs = rng.normal(-deficit, 1, (5, trials)), rng.normal(size=(3, trials))
+    _, high = stats.bootstrap([ours], lambda strata: stats.iqm(strata[0], axis=0))
+    assert (high < theirs.mean(0) - theirs.std(0)).mean() == pytest.approx(share, abs=0.05)
+
+
 @pytest.mark.parametrize(("rounds", "share"), [(2, 0.76), (3, 0.85), (5, 0.92)])
 def test_intervals_over_few_rounds_are_too_narrow(monkeypatch, rounds, share):
     """Likewise of a ratio, if rounds of twenty windows differ by as much as windows within them do."""

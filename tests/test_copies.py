@@ -1996,6 +1996,31 @@ def test_arguments_that_envpool_lacks_are_refused_in_its_name(capsys):
     assert "sutton_barto_reward" in (said := capsys.readouterr().err) and "EnvPool's are others" in said
 
 
+def test_who_adds_a_setting_learns_where_its_bounds_are(copy, capsys):
+    module = copy("ppo", ("    gamma: float = 0.99", "    log_std: float = -0.5  # own\n    gamma: float = 0.99"))
+    for settings, hint in (({}, True), ({"gamma": 2.0, "log_std": 1.0}, False)):
+        with pytest.raises(SystemExit) as end:
+            module.train(module.Args(**settings))
+        assert end.value.code == 2 and ("go into LIMITS" in capsys.readouterr().err) == hint
+
+
+@pytest.mark.parametrize(
+    ("name", "network", "loss"),
+    [("ppo", "agent", "loss"), ("dqn", "network", "td_loss"), ("sac_continuous_action", "actor", "actor_loss")],
+)
+@pytest.mark.parametrize("twin", ["", "_torchcompile"])
+def test_an_auxiliary_head_learns_by_the_adam_of_its_network(copy, train_copy, name, twin, network, loss):
+    """As docs/ say."""
+    made = next(x for x in source_of(name).splitlines() if f" = Adam({network}, " in x)
+    both = made.replace(f"Adam({network},", f"Adam(nn.ModuleList([{network}, head]),")
+    head = "head = nn.Linear(envs.obs_dim, envs.obs_dim).to(device); heads.extend([head, deepcopy(head)])"
+    aux = f"grad({loss} + (head(obs) - obs).square().mean(),"
+    module = copy(name + twin, (made, f"    {head}\n{both}"), (f"grad({loss},", aux))
+    module.heads = heads = []
+    train_copy(module, name, **{"compile": False} if twin else {})
+    assert not torch.equal(*(head.weight for head in heads))
+
+
 def test_settings_that_no_checkpoint_restores_are_refused(copy, capsys):
     head, own = "\n@dataclass\nclass Args:\n", "    net: Net = field(default_factory=Net)\n"
     nested = f"\n@dataclass\nclass Net:\n    width: int = 64\n\n{head}{own}"

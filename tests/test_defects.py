@@ -806,14 +806,9 @@ def test_only_names_that_envpool_keeps_for_itself_are_left_out_of_the_log():
 
 def test_numbers_of_every_library_are_logged():
     """Those that a simulator computes are arrays and tensors without dimensions, too."""
-    info = {
-        "a": np.array(0.5),
-        "b": torch.tensor(2),
-        "c": np.float32(0.25),
-        "d": torch.tensor(True),
-        "e": np.array([1]),
-    }
-    others = {"f": torch.zeros(1), "g": np.array("x"), "h": torch.tensor(1j), "i": np.array(np.timedelta64(1, "s"))}
+    info = {"a": np.array(0.5), "b": torch.tensor(2), "c": np.float32(0.25), "d": torch.tensor(True)}
+    others = {"e": np.array([1]), "f": torch.zeros(1), "g": np.array("x"), "h": torch.tensor(1j), "j": Discrete(2)}
+    others["i"] = np.array(np.timedelta64(1, "s"))
     assert defining("numbers_in").numbers_in(info | others) == {"a": 0.5, "b": 2, "c": 0.25, "d": 1}
 
 

@@ -634,6 +634,26 @@ def test_twin_learns_over_ray(train, name):
 
 
 @on_ray
+def test_a_global_of_the_environments_module_that_changes_ends_the_run(monkeypatch, tmp_path):
+    """A curriculum, say: runners have a module of their own."""
+    script, calls = load("impala_ray"), []
+    monkeypatch.setattr(tiny_envs, "own_level", 1.0, raising=False)
+    get_weights = script.get_weights
+
+    def raise_level(module):
+        calls.append(module)
+        tiny_envs.own_level = float(len(calls) // 3)
+        return get_weights(module)
+
+    tiny_envs.own_level = 0.0
+    monkeypatch.setattr(script, "get_weights", raise_level)
+    settings = small_settings("impala_ray") | {"num_runners": 1, "run_dir": str(tmp_path / "run"), "device": "cpu"}
+    with pytest.raises(SystemExit) as end:
+        script.train(script.Args(**settings))
+    assert len(calls) == 3 and "`tiny_envs.own_level` changed, but runners have what it was" in str(end.value)
+
+
+@on_ray
 @pytest.mark.parametrize("name", [name for name in RAY if "num_runners" in load(name).CHANGEABLE])
 def test_a_resumed_run_may_have_other_runners(train, capfd, name):
     run = train(name, num_runners=1)

@@ -201,7 +201,7 @@ class Odd(Tiny):
     def step(self, action):
         *row, info = super().step(action)
         if self.what == "error" and self.episode > 2:
-            raise type("OfNoModule", (Exception,), {})("out of order")
+            raise type("OfNoModule", (Exception,), {})("out\nof order")
         if self.what == "exit" and self.episode > 2:  # as by a window of PyGame that was closed
             sys.exit()
         is_first = multiprocessing.current_process().name.endswith("-0")
