@@ -15,7 +15,7 @@ Schaul et al. (2016), "Prioritized Experience Replay", https://arxiv.org/abs/151
     python apex_dqn_ray.py --env-id Pong-v5 --dueling --clip-rewards --buffer-size 1000000
     python apex_dqn_ray.py --ray-address auto --num-runners 64 --replay-shards 4    # after `ray start`
 
-Its compiled twin is `apex_dqn_ray_torchcompile.py`; a diff of the two shows what compiling changes.
+Its compiled twin is `apex_dqn_ray_torchcompile.py`; `./run.sh diff` shows what compiling changes.
 Shapes: T = fragment_steps, V = envs_per_runner, n = n_step, B = batch_size, O = size of an observation, F = frames in
 it (1 if it is a vector), A = number of actions, P = number of parameters.
 
@@ -24,7 +24,7 @@ of V environments, with n-step returns and initial priorities. The learner (this
 learns from samples by priority, a fixed number per transition. --num-runners 0: all in this process, reproducibly.
 
 Departures from the paper: Adam instead of RMSProp; a new fragment replaces the oldest at once; runners get weights with
-each request; priorities are written up to 31 updates late. Returns are logged where epsilon is below 1 % or smallest.
+each request; priorities are written up to 31 updates late. Returns in the log: where epsilon is < 1 % or smallest.
 
 Reading order: settings, network, formulas; `PrioritizedReplay`, `Runner`; `train`, which joins them. Then plumbing.
 """
@@ -89,7 +89,7 @@ class Args:
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several (rule: docs/ppo.md)
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: the faster one, by the rule of docs/ppo.md
     async_envs: bool = False  # runners step Gymnasium environments in worker processes: pays if steps take milliseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 500_000  # environment steps in the whole run, rounded up to whole fragments
@@ -102,8 +102,8 @@ class Args:
     cpus_per_runner: float = 1.0  # CPU cores that Ray reserves per runner; may be fractional
     gpus_per_runner: float = 0.0  # GPUs per runner; may be fractional; policies on frames then run there
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
-    runner_restarts: int = 50  # dead runners are replaced, up to this times --num-runners; one more ends the run
-    fragment_timeout: float = 300.0  # a runner silent so many seconds is replaced; if all are, or a learner, a run ends
+    runner_restarts: int = 50  # dead runners are replaced, this times --num-runners in all; one more ends the run
+    fragment_timeout: float = 300.0  # seconds of silence until a runner is replaced; of all, or a learner: the run ends
 
     # Ape-X
     fragment_steps: int = 64  # steps of each environment in a fragment
@@ -277,7 +277,7 @@ class Runner:
             check_policy(self.q_values, self.network, self.network, self.envs.obs_dim)
         self.rng, self.statistics, self.clock = np.random.default_rng(seeds), EpisodeStatistics(len(seeds)), Clock()
         self.obs, self.done, self.age = self.envs.reset(), np.zeros(len(seeds), dtype=bool), np.zeros(len(seeds), int)
-        self.first_env = 0  # index of the first one among the environments of all runners
+        self.first_env = 0  # the number of its first one, counted over all runners
         # Data kept of each step: the newest frame, values, ... The last rows of a fragment are needed in the next one
         row = [("obs", kind, (self.obs.shape[1] // self.num_frames,)), ("q", np.float32, (num_actions,))]
         row += [("age", np.uint8), ("action", np.int64), ("reward", np.float32)]
@@ -467,9 +467,9 @@ class Adam(nn.Module):
     uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` and the optimizers of torch.optim would do
-    nothing; `clip` them before, and give weights of your own to this Adam: of `nn.ModuleList([network, yours])`, say.
+    nothing: `clip` them before. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`.
     To begin anew, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers`, of the formula, with 1.
-    Weights that are frozen before, by `requires_grad_(False)`, stay as they are, and must stay frozen.
+    Weights that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -591,7 +591,7 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     state += [*module.parameters(), *module.buffers()]
     first = [x.clone() for x in state]
     for values, name, x in [part for part in numbers if np.asarray(part[2]).dtype.kind == "f"]:
-        moved = np.where(np.abs(x) < 1, (x + 1) / 2, 1.5 * x)  # a probability stays one
+        moved = np.where(np.abs(x) < 1, (x + 1) / 2, 1.5 * x)  # what is below 1, as a probability, stays below
         values[name] = moved.astype(x.dtype) if isinstance(x, np.ndarray) else type(x)(moved)
     for x in [x for x in state if x.is_floating_point()]:  # weights of either sign; buffers may be variances
         draw, inputs = (torch.randn if isinstance(x, nn.Parameter) else torch.rand), math.prod(x.shape[1:])
@@ -756,10 +756,10 @@ def check_portable(error: BaseException) -> None:
 
 
 class WorkerEnv(gym.Wrapper):
-    """An environment in a worker process, whose results are made to fit before they go into the arrays of all.
+    """An environment in a worker process. It refuses observations of a wrong shape; of an `info`, numbers are kept.
 
-    Else a single number would fill a whole observation, and the first integer of an `info` would cut off the decimals
-    of others. The parent makes one, too, to learn the spaces.
+    Else, in the arrays of all environments, a single number would fill a whole observation, and the first integer of an
+    `info` would cut off the decimals of others. The parent makes one, too, to learn the spaces.
     """
 
     def __init__(self, env_fn, parent: int):
@@ -834,7 +834,7 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
 
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray, instead: np.ndarray | float = 0) -> None:
-    """Raise a ValueError at NaN or infinity; terminal observations, whose value is not used, get `instead` there."""
+    """Raise a ValueError at NaN or infinity. Where only observations that ended an episode have them, put `instead`."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
         obs[terminated] = np.where(np.abs(obs) < 3e38, obs, instead)[terminated]
@@ -928,7 +928,7 @@ class Envs:
         try:
             obs, reward, terminated, truncated, infos = self.vector.step(action.reshape(self.action_shape))
             obs = self.flatten(obs)
-            check_finite(obs, reward, terminated, self.last_obs)  # which statistics may count once more, unlike a 0
+            check_finite(obs, reward, terminated, self.last_obs)  # normalization sees it, and knows this one
             if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
                 self.note_ends(infos, terminated | truncated)
         except (Exception, SystemExit) as error:  # whatever an environment brings up, or the pipe to a dead worker
@@ -1504,7 +1504,7 @@ class RayRunners(Runners):
         self.own_ray, self.ray = "ray" not in sys.modules or not sys.modules["ray"].is_initialized(), start_ray(args)
         place = {"num_cpus": args.cpus_per_runner, "num_gpus": args.gpus_per_runner, "scheduling_strategy": "SPREAD"}
         self.remote, self.actors, self.places, self.weights = self.ray.remote(**place)(RemoteRunner), {}, {}, None
-        # Most fragments requested of a runner at once; most updates that one may be late
+        # How many fragments are requested of a runner at once; how many updates late one may be
         asking = {"batched": (1, 0), "first-ready": (1, 1)}
         self.ahead, self.most_stale = asking.get(getattr(args, "rollout", None), (2, math.inf))
         # Reference of a report -> index of its runner, reference of its fragment (None while the runner is starting)
@@ -1587,7 +1587,7 @@ class RayRunners(Runners):
         owing -= {self.in_flight[x][0] for x in ready}
         for index in owing:
             if now - self.since[index] > self.args.fragment_timeout and self.last_news > self.since[index]:
-                self.bury(index, TimeoutError(f"no fragment for {self.args.fragment_timeout:g} s, as others brought"))
+                self.bury(index, TimeoutError(f"no fragment for {self.args.fragment_timeout:g} s, but from others"))
                 references, self.deadline = list(self.in_flight), now + self.args.fragment_timeout
         if not ready and time.monotonic() > self.deadline:
             self.stop(f"no runner has done anything for {self.args.fragment_timeout:g} s; {len(self.alive)} are alive")
@@ -1633,7 +1633,7 @@ class RayRunners(Runners):
             for reference in self.ready()[: found.count(None)]:
                 self.hear(reference, found, batch_fragments)
             asked = sum(fragment is not None for _, fragment in self.in_flight.values())
-            busy = {index for index, _ in self.in_flight.values()}  # first those who owe their own:
+            busy = {index for index, _ in self.in_flight.values()}  # of the others, first those whose own is missing
             idle = sorted(self.alive - busy, key=lambda x: (not self.most_stale and found[x] is not None, x))
             for index in idle[: max(0, found.count(None) - asked)]:
                 self.ask(index, 1)  # instead of one that has died
@@ -1665,7 +1665,7 @@ class RayRunners(Runners):
         self.pending[index] = 0
         self.failures[index] += 1
         if self.failures[index] == 3:
-            self.stop(f"{death}; so it did 3 times without a fragment in between")
+            self.stop(f"{death}; so it did 3 times in a row, without a fragment in between")
         if self.restarts == self.args.runner_restarts * self.args.num_runners:
             number = f"--runner-restarts {self.args.runner_restarts} times --num-runners {self.args.num_runners}"
             self.stop(f"{death}; all {self.restarts} restarts are used up, {number}")
@@ -1847,7 +1847,7 @@ class ReplayShards(Replay):
             self.hear(index, reference, loss)
 
     def hear(self, index: int | None, reference, loss: int = 0) -> tuple:
-        """Whether a shard answered, and its answer; if it is dead, replace it. `loss`: transitions that it was sent."""
+        """Whether a shard answered, and its answer; if it is dead, replace it, and count `loss` transitions as lost."""
         if index is None:
             return False, None  # the shard has been buried meanwhile
         deadline = time.monotonic() + self.args.fragment_timeout
@@ -2098,7 +2098,7 @@ class Run:
 
     def open(self, envs, **state) -> None:
         """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
-        self.envs, self.state, envs.stop = envs, state, self.close
+        self.envs, self.state, envs.stop = envs, state, self.close  # which saves, if an environment raises an error
         own = {"rng", "script", "args", "seconds", "global_step", "iteration", "num_updates"}
         for name, part in state.items():
             if name in own:

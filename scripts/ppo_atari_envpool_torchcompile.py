@@ -14,13 +14,14 @@ reinforcement learning", https://doi.org/10.1038/nature14236.
 
     python ppo_atari_envpool_torchcompile.py --env-id Breakout-v5 --seed 1
 
-Its eager twin is `ppo_atari_envpool.py`; a diff of the two shows what compiling changes.
+Its eager twin is `ppo_atari_envpool.py`; `./run.sh diff` shows what compiling changes.
 Shapes: T = num_steps, N = num_envs, n = environments of a pool, B = T * N, M = rows of a minibatch, F = frames, A =
 number of actions, P = number of parameters. A step is --frame-skip frames of the game.
 
 Settings, except --env-id, are those of CleanRL's script of the same name. Departures from it: a truncated game
 bootstraps from the value of its last observation; a game resets in the step after its end, and this row is masked; a
-return is the score of a whole game, be it terminated or truncated; --target-kl tests the mean approx_kl of an epoch.
+return is the score of a whole game, be it terminated or truncated; --target-kl tests the mean approx_kl of an epoch,
+and the log has such means, of the last epoch.
 
 Reading order: settings, networks, formulas, then `train`, the algorithm. Below the `# ----` line is only plumbing.
 """
@@ -115,7 +116,7 @@ METRICS = (  # in the order in which `update_minibatch` stacks them
 # Smallest and largest value of a setting; for settings not listed, integers are at least 1, floats at least 0
 LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "gae_lambda": (0, 1), "repeat_action_probability": (0, 1)}
 # What --override may change when a run is resumed
-CHANGEABLE = "learning_rate", "gamma", "gae_lambda", "update_epochs", "clip_coef", "ent_coef", "vf_coef", "target_kl"
+CHANGEABLE = "learning_rate gamma gae_lambda update_epochs clip_coef ent_coef vf_coef max_grad_norm target_kl".split()
 
 
 def space_to_depth(frames: Tensor) -> Tensor:
@@ -215,7 +216,7 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean squared error of the value; with clip_coef, row by row the larger of it and the clipped value's."""
+    """Half the mean squared error of the value; with clip_coef, a row's is the larger of its two errors."""
     squared_error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
@@ -339,7 +340,7 @@ def train(args: Args) -> Path:
                 envs.send(pool, receive(t, pool).cpu().numpy())
         for pool in range(envs.num_pools):
             receive(args.num_steps - 1, pool)  # for the value of the last frames; the next rollout begins with them
-        # Fail if what acts is no longer what learns: your changes may reach only one of the two
+        # Fail if the policy that acts and the one that learns differ: a change of yours may have reached only one
         check_frames(collector, agent, obs[1, 0].view(torch.uint8))
         torch.set_num_threads(num_cores())
         done_before, done = done[-1:], (terminated + truncated) > 0
@@ -411,9 +412,9 @@ class Adam(nn.Module):
     uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` and the optimizers of torch.optim would do
-    nothing; `clip` them before, and give weights of your own to this Adam: of `nn.ModuleList([network, yours])`, say.
+    nothing: `clip` them before. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`.
     To begin anew, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers`, of the formula, with 1.
-    Weights that are frozen before, by `requires_grad_(False)`, stay as they are, and must stay frozen.
+    Weights that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -482,7 +483,7 @@ class Adam(nn.Module):
 def compiled(device: torch.device, *functions, **more_options):
     """The functions, each compiled into one graph, gradients included; SystemExit(2) where nothing can be compiled.
 
-    Broken at the gradient, an update of PPO would take 1.6 times as long. On a CPU, kernels are launched from C++, not
+    With a graph break at the gradient, PPO has two thirds of the speed. On a CPU, kernels are launched from C++, not
     Python, random numbers come from PyTorch's own kernels, and the test for AVX support of the C++ compiler is skipped:
     it takes a second at each start, five with an empty cache. A call checks only tensors (type, device, and shape:
     each gets a graph of its own); `refuse_changes` checks everything else that was compiled in. `more_options` are
@@ -509,7 +510,7 @@ def compiled(device: torch.device, *functions, **more_options):
 
 
 def check_adam() -> None:
-    """Refuse an `Adam`, or a subclass, whose formula, for compiled code, and kernel differ, as if one was changed.
+    """Refuse an `Adam`, or a subclass, whose formula, for compiled code, and kernel differ, as when you changed one.
 
     Numbers that are 0 are raised in both, so that one of your own, such as `weight_decay`, has an effect.
     """
@@ -777,7 +778,7 @@ def is_plain(x) -> bool:
 @torch.no_grad()
 def copy_attributes(module: nn.Module, copy: nn.Module) -> nn.Module:
     """Give the copy that acts what a `state_dict` leaves out: buffers that are not saved, and attributes of modules
-    that are tensors, numbers, arrays, or containers of the last two. They may change. Returns the copy.
+    that are tensors, or numbers, arrays and containers of these two, as they are now. Returns the copy.
     """
     device, internal = next(copy.parameters()).device, vars(nn.Module())
     for part, its_copy in zip(module.modules(), copy.modules(), strict=True):
@@ -1107,7 +1108,7 @@ class Run:
 
     def open(self, envs, **state) -> None:
         """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
-        self.envs, self.state, envs.stop = envs, state, self.close
+        self.envs, self.state, envs.stop = envs, state, self.close  # which saves, if an environment raises an error
         own = {"rng", "script", "args", "seconds", "global_step", "iteration", "num_updates"}
         for name, part in state.items():
             if name in own:

@@ -13,14 +13,14 @@ Estimation", https://arxiv.org/abs/1506.02438.
 
     python ppo_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --seed 1
 
-Its eager twin is `ppo_continuous_action.py`; a diff of the two shows what compiling changes.
+Its eager twin is `ppo_continuous_action.py`; `./run.sh diff` shows what compiling changes.
 Shapes: T = num_steps, N = num_envs, B = T * N, M = rows of a minibatch, O = size of an observation, A = of an action,
 P = number of parameters.
 
 Settings are those of CleanRL's script of the same name. Departures from it: a truncated episode bootstraps from the
 value of its last observation; an environment resets in the step after an episode's end, and this row is masked; rewards
 of a rollout are scaled by one standard deviation, that of all discounted returns up to the end of the rollout;
---target-kl tests the mean approx_kl of an epoch.
+--target-kl tests the mean approx_kl of an epoch, and the log has such means, of the last epoch.
 
 Reading order: settings, networks, formulas, then `train`, the algorithm. Below the `# ----` line is only plumbing.
 """
@@ -81,7 +81,7 @@ class Args:
 
     # environment
     env_id: str = "HalfCheetah-v4"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several (rule: docs/ppo.md)
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: the faster one, by the rule of docs/ppo.md
     sync_envs: bool = False  # step all environments in this process, in turn: best where a step takes microseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps, rows of resets included, rounded down to whole rollouts
@@ -115,7 +115,7 @@ METRICS = (  # in the order in which `update_minibatch` stacks them
 # Smallest and largest value of a setting; for settings not listed, integers are at least 1, floats at least 0
 LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "gae_lambda": (0, 1)}
 # What --override may change when a run is resumed
-CHANGEABLE = "learning_rate", "gamma", "gae_lambda", "update_epochs", "clip_coef", "ent_coef", "vf_coef", "target_kl"
+CHANGEABLE = "learning_rate gamma gae_lambda update_epochs clip_coef ent_coef vf_coef max_grad_norm target_kl".split()
 
 
 def mlp(inputs: int, outputs: int, output_gain: float) -> nn.Sequential:
@@ -195,7 +195,7 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean squared error of the value; with clip_coef, row by row the larger of it and the clipped value's."""
+    """Half the mean squared error of the value; with clip_coef, a row's is the larger of its two errors."""
     squared_error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
@@ -305,7 +305,7 @@ def train(args: Args) -> Path:
             raw_obs, reward[t], terminated[t], truncated[t] = envs.step(action[t].clip(low, high))
             obs_norm.update(raw_obs)
         obs[-1] = obs_norm(raw_obs)
-        # Fail if what acts is no longer what learns: your changes may reach only one of the two
+        # Fail if the policy that acts and the one that learns differ: a change of yours may have reached only one
         rows = obs[:2].reshape(-1, envs.obs_dim)
         learnt, *_ = outputs_of(agent, torch.from_numpy(rows).to(device))
         check_same(policy(rows), learnt, rows)
@@ -415,9 +415,9 @@ class Adam(nn.Module):
     uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` and the optimizers of torch.optim would do
-    nothing; `clip` them before, and give weights of your own to this Adam: of `nn.ModuleList([network, yours])`, say.
+    nothing: `clip` them before. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`.
     To begin anew, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers`, of the formula, with 1.
-    Weights that are frozen before, by `requires_grad_(False)`, stay as they are, and must stay frozen.
+    Weights that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -486,7 +486,7 @@ class Adam(nn.Module):
 def compiled(device: torch.device, *functions, **more_options):
     """The functions, each compiled into one graph, gradients included; SystemExit(2) where nothing can be compiled.
 
-    Broken at the gradient, an update of PPO would take 1.6 times as long. On a CPU, kernels are launched from C++, not
+    With a graph break at the gradient, PPO has two thirds of the speed. On a CPU, kernels are launched from C++, not
     Python, random numbers come from PyTorch's own kernels, and the test for AVX support of the C++ compiler is skipped:
     it takes a second at each start, five with an empty cache. A call checks only tensors (type, device, and shape:
     each gets a graph of its own); `refuse_changes` checks everything else that was compiled in. `more_options` are
@@ -513,7 +513,7 @@ def compiled(device: torch.device, *functions, **more_options):
 
 
 def check_adam() -> None:
-    """Refuse an `Adam`, or a subclass, whose formula, for compiled code, and kernel differ, as if one was changed.
+    """Refuse an `Adam`, or a subclass, whose formula, for compiled code, and kernel differ, as when you changed one.
 
     Numbers that are 0 are raised in both, so that one of your own, such as `weight_decay`, has an effect.
     """
@@ -758,7 +758,7 @@ def is_plain(x) -> bool:
 @torch.no_grad()
 def copy_attributes(module: nn.Module, copy: nn.Module) -> nn.Module:
     """Give the copy that acts what a `state_dict` leaves out: buffers that are not saved, and attributes of modules
-    that are tensors, numbers, arrays, or containers of the last two. They may change. Returns the copy.
+    that are tensors, or numbers, arrays and containers of these two, as they are now. Returns the copy.
     """
     device, internal = next(copy.parameters()).device, vars(nn.Module())
     for part, its_copy in zip(module.modules(), copy.modules(), strict=True):
@@ -838,7 +838,7 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     state += [*module.parameters(), *module.buffers()]
     first = [x.clone() for x in state]
     for values, name, x in [part for part in numbers if np.asarray(part[2]).dtype.kind == "f"]:
-        moved = np.where(np.abs(x) < 1, (x + 1) / 2, 1.5 * x)  # a probability stays one
+        moved = np.where(np.abs(x) < 1, (x + 1) / 2, 1.5 * x)  # what is below 1, as a probability, stays below
         values[name] = moved.astype(x.dtype) if isinstance(x, np.ndarray) else type(x)(moved)
     for x in [x for x in state if x.is_floating_point()]:  # weights of either sign; buffers may be variances
         draw, inputs = (torch.randn if isinstance(x, nn.Parameter) else torch.rand), math.prod(x.shape[1:])
@@ -1003,10 +1003,10 @@ def check_portable(error: BaseException) -> None:
 
 
 class WorkerEnv(gym.Wrapper):
-    """An environment in a worker process, whose results are made to fit before they go into the arrays of all.
+    """An environment in a worker process. It refuses observations of a wrong shape; of an `info`, numbers are kept.
 
-    Else a single number would fill a whole observation, and the first integer of an `info` would cut off the decimals
-    of others. The parent makes one, too, to learn the spaces.
+    Else, in the arrays of all environments, a single number would fill a whole observation, and the first integer of an
+    `info` would cut off the decimals of others. The parent makes one, too, to learn the spaces.
     """
 
     def __init__(self, env_fn, parent: int):
@@ -1081,7 +1081,7 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
 
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray, instead: np.ndarray | float = 0) -> None:
-    """Raise a ValueError at NaN or infinity; terminal observations, whose value is not used, get `instead` there."""
+    """Raise a ValueError at NaN or infinity. Where only observations that ended an episode have them, put `instead`."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
         obs[terminated] = np.where(np.abs(obs) < 3e38, obs, instead)[terminated]
@@ -1180,7 +1180,7 @@ class Envs:
         try:
             obs, reward, terminated, truncated, infos = self.vector.step(action.reshape(self.action_shape))
             obs = self.flatten(obs)
-            check_finite(obs, reward, terminated, self.last_obs)  # which statistics may count once more, unlike a 0
+            check_finite(obs, reward, terminated, self.last_obs)  # normalization sees it, and knows this one
             if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
                 self.note_ends(infos, terminated | truncated)
         except (Exception, SystemExit) as error:  # whatever an environment brings up, or the pipe to a dead worker
@@ -1411,7 +1411,7 @@ class Run:
 
     def open(self, envs, **state) -> None:
         """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
-        self.envs, self.state, envs.stop = envs, state, self.close
+        self.envs, self.state, envs.stop = envs, state, self.close  # which saves, if an environment raises an error
         own = {"rng", "script", "args", "seconds", "global_step", "iteration", "num_updates"}
         for name, part in state.items():
             if name in own:

@@ -13,7 +13,7 @@ Estimation", https://arxiv.org/abs/1506.02438.
 
     python ppo_env_pool_torchcompile.py --env-id CartPole-v1 --num-workers 8 --ready-batch 2 --seed 1
 
-Its eager twin is `ppo_env_pool.py`; a diff of the two shows what compiling changes.
+Its eager twin is `ppo_env_pool.py`; `./run.sh diff` shows what compiling changes.
 Shapes: T = num_steps, N = num_workers * envs_per_worker, B = T * N, M = rows of a minibatch, K = environments that are
 ready at a time, O = size of an observation, A = number of Discrete actions, or size of an action of a Box, P = number
 of parameters.
@@ -133,7 +133,7 @@ LIMITS = {
     "ready_batch": (0, math.inf), "max_restarts": (0, math.inf), "step_timeout": (1e-3, math.inf),
 }  # fmt: skip
 # What --override may change when a run is resumed
-CHANGEABLE = "learning_rate", "gamma", "gae_lambda", "update_epochs", "clip_coef", "ent_coef", "vf_coef", "target_kl"
+CHANGEABLE = "learning_rate gamma gae_lambda update_epochs clip_coef ent_coef vf_coef max_grad_norm target_kl".split()
 
 
 def mlp(inputs: int, outputs: int, output_gain: float) -> nn.Sequential:
@@ -237,7 +237,7 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean squared error of the value; with clip_coef, row by row the larger of it and the clipped value's."""
+    """Half the mean squared error of the value; with clip_coef, a row's is the larger of its two errors."""
     squared_error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
@@ -356,7 +356,7 @@ def train(args: Args) -> Path:
             obs[t + 1, ready], reward[t, ready], terminated[t, ready], truncated[t, ready], lost[t, ready] = rows
             count[ready] += 1
             ready = ready[count[ready] < args.num_steps]
-        # Fail if what acts is no longer what learns: your changes may reach only one of the two
+        # Fail if the policy that acts and the one that learns differ: a change of yours may have reached only one
         rows, no_action = obs[:2].reshape(-1, pool.obs_dim), torch.zeros(2 * num_envs, *action_shape, device=device)
         learnt, *_ = outputs_of(agent, torch.from_numpy(rows).to(device), no_action)
         check_same(acting(rows), learnt, rows)
@@ -434,9 +434,9 @@ class Adam(nn.Module):
     uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` and the optimizers of torch.optim would do
-    nothing; `clip` them before, and give weights of your own to this Adam: of `nn.ModuleList([network, yours])`, say.
+    nothing: `clip` them before. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`.
     To begin anew, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers`, of the formula, with 1.
-    Weights that are frozen before, by `requires_grad_(False)`, stay as they are, and must stay frozen.
+    Weights that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -505,7 +505,7 @@ class Adam(nn.Module):
 def compiled(device: torch.device, *functions, **more_options):
     """The functions, each compiled into one graph, gradients included; SystemExit(2) where nothing can be compiled.
 
-    Broken at the gradient, an update of PPO would take 1.6 times as long. On a CPU, kernels are launched from C++, not
+    With a graph break at the gradient, PPO has two thirds of the speed. On a CPU, kernels are launched from C++, not
     Python, random numbers come from PyTorch's own kernels, and the test for AVX support of the C++ compiler is skipped:
     it takes a second at each start, five with an empty cache. A call checks only tensors (type, device, and shape:
     each gets a graph of its own); `refuse_changes` checks everything else that was compiled in. `more_options` are
@@ -532,7 +532,7 @@ def compiled(device: torch.device, *functions, **more_options):
 
 
 def check_adam() -> None:
-    """Refuse an `Adam`, or a subclass, whose formula, for compiled code, and kernel differ, as if one was changed.
+    """Refuse an `Adam`, or a subclass, whose formula, for compiled code, and kernel differ, as when you changed one.
 
     Numbers that are 0 are raised in both, so that one of your own, such as `weight_decay`, has an effect.
     """
@@ -777,7 +777,7 @@ def is_plain(x) -> bool:
 @torch.no_grad()
 def copy_attributes(module: nn.Module, copy: nn.Module) -> nn.Module:
     """Give the copy that acts what a `state_dict` leaves out: buffers that are not saved, and attributes of modules
-    that are tensors, numbers, arrays, or containers of the last two. They may change. Returns the copy.
+    that are tensors, or numbers, arrays and containers of these two, as they are now. Returns the copy.
     """
     device, internal = next(copy.parameters()).device, vars(nn.Module())
     for part, its_copy in zip(module.modules(), copy.modules(), strict=True):
@@ -857,7 +857,7 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
     state += [*module.parameters(), *module.buffers()]
     first = [x.clone() for x in state]
     for values, name, x in [part for part in numbers if np.asarray(part[2]).dtype.kind == "f"]:
-        moved = np.where(np.abs(x) < 1, (x + 1) / 2, 1.5 * x)  # a probability stays one
+        moved = np.where(np.abs(x) < 1, (x + 1) / 2, 1.5 * x)  # what is below 1, as a probability, stays below
         values[name] = moved.astype(x.dtype) if isinstance(x, np.ndarray) else type(x)(moved)
     for x in [x for x in state if x.is_floating_point()]:  # weights of either sign; buffers may be variances
         draw, inputs = (torch.randn if isinstance(x, nn.Parameter) else torch.rand), math.prod(x.shape[1:])
@@ -1000,7 +1000,7 @@ def light_start():
 
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray, instead: np.ndarray | float = 0) -> None:
-    """Raise a ValueError at NaN or infinity; terminal observations, whose value is not used, get `instead` there."""
+    """Raise a ValueError at NaN or infinity. Where only observations that ended an episode have them, put `instead`."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
         obs[terminated] = np.where(np.abs(obs) < 3e38, obs, instead)[terminated]
@@ -1534,7 +1534,7 @@ class Run:
 
     def open(self, envs, **state) -> None:
         """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
-        self.envs, self.state, envs.stop = envs, state, self.close
+        self.envs, self.state, envs.stop = envs, state, self.close  # which saves, if an environment raises an error
         own = {"rng", "script", "args", "seconds", "global_step", "iteration", "num_updates"}
         for name, part in state.items():
             if name in own:

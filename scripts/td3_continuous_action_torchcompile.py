@@ -12,7 +12,7 @@ https://arxiv.org/abs/1802.09477; this is its algorithm 1.
 
     python td3_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --seed 1
 
-Its eager twin is `td3_continuous_action.py`; a diff of the two shows what compiling changes.
+Its eager twin is `td3_continuous_action.py`; `./run.sh diff` shows what compiling changes.
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = of an action, P = number of parameters.
 
 Settings, except --env-id, are those of CleanRL's script of the same name. Departures from it: an environment resets in
@@ -81,7 +81,7 @@ class Args:
 
     # environment
     env_id: str = "HalfCheetah-v4"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool for several (rule: docs/ppo.md)
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: the faster one, by the rule of docs/ppo.md
     sync_envs: bool = False  # step all environments in this process, in turn: best where a step takes microseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps in the whole run
@@ -189,14 +189,14 @@ def train(args: Args) -> Path:
     # compile: the critics' parameters, as one stack. Matrices lie transposed in memory, as the gradients of a batched
     # product do: to turn each gradient would take 10 % of an update
     check_stack(critics, actor, torch.zeros(2, envs.obs_dim, device=device), torch.zeros(2, action_dim, device=device))
-    nets = {True: critics[0], False: deepcopy(critics[0]).eval()}  # the network that vmap runs: in training mode or not
+    nets = {True: critics[0], False: deepcopy(critics[0]).eval()}  # what vmap runs, in training mode or in the other
     critics = Stack(from_modules(*critics).apply(transposed))
 
     def q_values(ensemble, obs: Tensor, action: Tensor) -> Tensor:
         """The value according to each critic: observation (B, O), action (B, A) -> (2, B)."""
         # compile: vmap runs the critics as one network with batched weights, in half as many kernels
         weights = {name: stack.mT if stack.ndim == 3 else stack for name, stack in ensemble.flatten_keys(".").items()}
-        net = nets[getattr(ensemble, "training", critics.training)]  # a slice has no mode of its own
+        net = nets[getattr(ensemble, "training", critics.training)]  # a slice, such as `critics[:1]`, has no mode
         call = torch.vmap(partial(functional_call, net), in_dims=(0, None), randomness="different")  # for dropout
         return call(weights, (obs, action))
 
@@ -459,9 +459,9 @@ class Adam(nn.Module):
     uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` and the optimizers of torch.optim would do
-    nothing; `clip` them before, and give weights of your own to this Adam: of `nn.ModuleList([network, yours])`, say.
+    nothing: `clip` them before. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`.
     To begin anew, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers`, of the formula, with 1.
-    Weights that are frozen before, by `requires_grad_(False)`, stay as they are, and must stay frozen.
+    Weights that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -530,7 +530,7 @@ class Adam(nn.Module):
 def compiled(device: torch.device, *functions, **more_options):
     """The functions, each compiled into one graph, gradients included; SystemExit(2) where nothing can be compiled.
 
-    Broken at the gradient, an update of PPO would take 1.6 times as long. On a CPU, kernels are launched from C++, not
+    With a graph break at the gradient, PPO has two thirds of the speed. On a CPU, kernels are launched from C++, not
     Python, random numbers come from PyTorch's own kernels, and the test for AVX support of the C++ compiler is skipped:
     it takes a second at each start, five with an empty cache. A call checks only tensors (type, device, and shape:
     each gets a graph of its own); `refuse_changes` checks everything else that was compiled in. `more_options` are
@@ -557,7 +557,7 @@ def compiled(device: torch.device, *functions, **more_options):
 
 
 def check_adam() -> None:
-    """Refuse an `Adam`, or a subclass, whose formula, for compiled code, and kernel differ, as if one was changed.
+    """Refuse an `Adam`, or a subclass, whose formula, for compiled code, and kernel differ, as when you changed one.
 
     Numbers that are 0 are raised in both, so that one of your own, such as `weight_decay`, has an effect.
     """
@@ -993,10 +993,10 @@ def check_portable(error: BaseException) -> None:
 
 
 class WorkerEnv(gym.Wrapper):
-    """An environment in a worker process, whose results are made to fit before they go into the arrays of all.
+    """An environment in a worker process. It refuses observations of a wrong shape; of an `info`, numbers are kept.
 
-    Else a single number would fill a whole observation, and the first integer of an `info` would cut off the decimals
-    of others. The parent makes one, too, to learn the spaces.
+    Else, in the arrays of all environments, a single number would fill a whole observation, and the first integer of an
+    `info` would cut off the decimals of others. The parent makes one, too, to learn the spaces.
     """
 
     def __init__(self, env_fn, parent: int):
@@ -1071,7 +1071,7 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
 
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray, instead: np.ndarray | float = 0) -> None:
-    """Raise a ValueError at NaN or infinity; terminal observations, whose value is not used, get `instead` there."""
+    """Raise a ValueError at NaN or infinity. Where only observations that ended an episode have them, put `instead`."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
         obs[terminated] = np.where(np.abs(obs) < 3e38, obs, instead)[terminated]
@@ -1170,7 +1170,7 @@ class Envs:
         try:
             obs, reward, terminated, truncated, infos = self.vector.step(action.reshape(self.action_shape))
             obs = self.flatten(obs)
-            check_finite(obs, reward, terminated, self.last_obs)  # which statistics may count once more, unlike a 0
+            check_finite(obs, reward, terminated, self.last_obs)  # normalization sees it, and knows this one
             if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
                 self.note_ends(infos, terminated | truncated)
         except (Exception, SystemExit) as error:  # whatever an environment brings up, or the pipe to a dead worker
@@ -1426,7 +1426,7 @@ class Run:
 
     def open(self, envs, **state) -> None:
         """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
-        self.envs, self.state, envs.stop = envs, state, self.close
+        self.envs, self.state, envs.stop = envs, state, self.close  # which saves, if an environment raises an error
         own = {"rng", "script", "args", "seconds", "global_step", "iteration", "num_updates"}
         for name, part in state.items():
             if name in own:
