@@ -178,10 +178,12 @@ def train(args: Args) -> Path:
     while run.goes_on():
         steps = []  # until an update is due; one at least, even if a signal has just come
         while not steps or (run.goes_on() and run.step < (run.num_updates + 1) * args.train_frequency):
-            # Act
+            # Act, with probability epsilon at random. Where all do that, as at the start of a run, no values are needed
             epsilon = linear_schedule(args.epsilon_start, args.epsilon_end, exploration_steps, run.step)
-            action = q_values(obs.astype(np.float32)).argmax(1)
-            for i in [i for i in range(args.num_envs) if random.random() < epsilon]:
+            explorers = [i for i in range(args.num_envs) if random.random() < epsilon]
+            is_greedy = len(explorers) < args.num_envs
+            action = q_values(obs.astype(np.float32)).argmax(1) if is_greedy else np.zeros(args.num_envs, int)
+            for i in explorers:
                 action[i] = random.randrange(num_actions)
 
             # Step the environment. A truncated episode still bootstraps, so only `terminated` is stored
