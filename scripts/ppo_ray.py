@@ -1315,7 +1315,7 @@ def merge(norm: RunningNorm, count: int, mean: np.ndarray, squares: np.ndarray) 
 
 def draw_permutations(args: Args, num_steps: int, num_rows: int) -> Tensor:
     """Orders of rows (E, K, M), the same for all learners, from the seed and the number of Adam steps so far."""
-    generator = torch.Generator().manual_seed(args.seed % 2**32 * 2**31 + num_steps)
+    generator = torch.Generator().manual_seed(int(np.random.SeedSequence([args.seed, num_steps]).generate_state(1)[0]))
     orders = [torch.randperm(num_rows, generator=generator) for _ in range(args.update_epochs)]
     return torch.stack(orders).view(args.update_epochs, args.num_minibatches, -1)
 

@@ -163,6 +163,13 @@ def test_orders_of_rows_are_new_in_each_epoch_and_rollout():
     assert len({tuple(epoch.tolist()) for epoch in epochs}) == 6
 
 
+def test_orders_of_rows_are_new_for_each_seed():
+    """PyTorch's generator takes 32 bits of a seed, and a seed may have 63."""
+    seeds = (1, 2, 3, 5, 1 + 2**32)
+    orders = [SCRIPT.draw_permutations(arguments(seed=seed, update_epochs=1), 12, 32) for seed in seeds]
+    assert len({tuple(order.flatten().tolist()) for order in orders}) == 5
+
+
 @pytest.mark.parametrize("learners", [1, 3])
 def test_advantage_stats_are_those_of_the_valid_rows_of_a_minibatch(learners):
     """Of several learners: of all their rows together."""
