@@ -6,7 +6,7 @@ A package for each question, with a module named after each command:
 - `acting`: how fast does each network act, alone and in a loop with environments?
 - `pools`: what do pools of slow environments gain by not waiting?
 - `learning`: what do the scripts learn, over many seeds?
-- `tools`: a first run, inspecting a run or a pair, and the tables of the README.
+- `tools`: a first run, inspecting a run or a pair, and the tables of RESULTS.md.
 - `gpu.py`: whatever of this needs a GPU, in nine minutes.
 - `common`: what these packages share.
 

@@ -41,10 +41,10 @@ from benchmarks.common.programs import (
     check_positive,
     clone_command,
     command,
-    cores,
     endless_flags,
     fail,
     fields_of,
+    num_cores,
     pairs,
     pairs_here,
 )
@@ -218,7 +218,7 @@ def tests_left(output: str, num_ended: int) -> int:
 def run_tests(task: Task) -> None:
     """The tests that need CUDA, those of graphs among them, and beside them, as nothing is timed, `compare_pairs`."""
     program = [sys.executable, "-m", "pytest", "-v", "--color=no", "-p", "no:cacheprovider", "--tb=line"]
-    jobs = min(len(cores()) // 2, processes.free_slots(2 * processes.SCRIPT_MEMORY))
+    jobs = min(num_cores() // 2, processes.free_slots(2 * processes.SCRIPT_MEMORY))
     if find_spec("xdist") is not None and jobs > 1:
         program += ["-n", str(jobs), "--dist", "worksteal"]
     child = processes.start([*program, "--continue-on-collection-errors", *task.plan.tests], task.work / "output")
@@ -278,7 +278,7 @@ def contestants_of(task: Task, script: str) -> dict[str, gpu_speed.Contestant]:
         flags += ["--run-dir", str(task.work / f"{script}.leanrl")]
         python = CLEANRL_PYTHON if CLEANRL_PYTHON.exists() else sys.executable  # a machine without network has one
         programs["leanrl"] = clone_command(python, path, script, *flags)
-    settings, contestants = turns.compile_settings(task.cache, max(1, len(cores()) // 2)), {}
+    settings, contestants = turns.compile_settings(task.cache, max(1, num_cores() // 2)), {}
     for name, program in programs.items():
         folder = task.work / f"{script}.{name}"
         output, log = task.work / f"{script}.{name}.out", folder / "metrics.jsonl"

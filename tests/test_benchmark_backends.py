@@ -84,7 +84,7 @@ def test_each_machine_has_a_folder_and_a_table(monkeypatch, tmp_path):
     monkeypatch.setattr(backends.throughput, "measure", measure)
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
     assert readme.backend_section() == []
-    options = backends.Options(("Breakout-v5",), rounds=1, seconds=4, out=tmp_path / "backends")
+    options = backends.Options(("Breakout-v5",), rounds=2, seconds=4, out=tmp_path / "backends")
     backends.main(options)
     old = json.loads((options.out / "Breakout-v5.json").read_text())
     old["provenance"]["machine"]["cpu"] = "Z80"

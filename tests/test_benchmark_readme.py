@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from benchmarks.common import results
-from benchmarks.common.programs import ROOT
+from benchmarks.common import results, stats
+from benchmarks.common.programs import ROOT, pairs
 from benchmarks.common.results import Target, machine_folder, machine_of, provenance
-from benchmarks.learning import time_to_score
+from benchmarks.learning import report, time_to_score
+from benchmarks.throughput import throughput
 from benchmarks.tools import readme
 
 
@@ -49,26 +50,22 @@ ZEN_3 = "throughput/amd_epyc_family_25_model_1"
 CASCADE_LAKE = "throughput/intel_r_xeon_r_processor_2_50ghz_family_6_model_85"
 RUNNERS = "num_runners_2_envs_per_runner_{}_fragment_steps_32_batch_updates_1_total_timesteps_1000000000"
 RATIOS = {  # what the README says, and which ratio of which result that is
-    r"has ([\d.]+) times the speed of Stable-Base": (f"{EPYC}/ppo_continuous_action", "compile", "sb3"),
-    r"([\d.]+) times that of LeanRL": (f"{EPYC}/ppo_continuous_action_beside_cleanrl", "compile", "leanrl"),
-    r"November\), ([\d.]+) times SB3's on a Zen 3": (f"{ZEN_3}/ppo_continuous_action", "compile", "sb3"),
-    r"SAC has ([\d.]+) times the speed of SB3 and": (f"{CASCADE_LAKE}/sac_continuous_action", "compile", "sb3"),
-    r"of SB3 and ([\d.]+) times that of SBX,": (f"{CASCADE_LAKE}/sac_continuous_action", "compile", "sbx"),
-    r"SBX, TD3 ([\d.]+) and [\d.]+,": (f"{CASCADE_LAKE}/td3_continuous_action", "compile", "sb3"),
-    r"SBX, TD3 [\d.]+ and ([\d.]+),": (f"{CASCADE_LAKE}/td3_continuous_action", "compile", "sbx"),
-    r"DQN \(CartPole\) ([\d.]+) and [\d.]+;": (f"{CASCADE_LAKE}/dqn", "compile", "sb3"),
-    r"DQN \(CartPole\) [\d.]+ and ([\d.]+);": (f"{CASCADE_LAKE}/dqn", "compile", "sbx"),
-    r"on a Zen 3, SAC ([\d.]+) and [\d.]+,": (f"{ZEN_3}/sac_continuous_action", "compile", "sb3"),
-    r"on a Zen 3, SAC [\d.]+ and ([\d.]+),": (f"{ZEN_3}/sac_continuous_action", "compile", "sbx"),
-    r", TD3 ([\d.]+) and [\d.]+; eager": (f"{ZEN_3}/td3_continuous_action", "compile", "sb3"),
-    r", TD3 [\d.]+ and ([\d.]+); eager": (f"{ZEN_3}/td3_continuous_action", "compile", "sbx"),
-    r"and a Zen 4, PPO has ([\d.]+) times": (f"{ZEN_4}/ppo_atari_envpool", "compile", "sb3"),
-    r"SB3's speed, eager ([\d.]+),": (f"{ZEN_4}/ppo_atari_envpool", "eager", "sb3"),
-    r"with `--bf16`, which SB3 lacks, ([\d.]+)\.": (f"{ZEN_4}/ppo_atari_envpool_bf16", "compile", "sb3"),
+    r"than SBX \(SAC ([\d.]+),": (f"{ZEN_4}/sac_continuous_action", "compile", "sbx"),
+    r"than SBX \(SAC [\d.]+, TD3 ([\d.]+),": (f"{ZEN_4}/td3_continuous_action", "compile", "sbx"),
+    r"DQN ([\d.]+), PPO [\d.]+ times\)": (f"{ZEN_4}/dqn", "compile", "sbx"),
+    r"DQN [\d.]+, PPO ([\d.]+) times\)": (f"{ZEN_4}/ppo_continuous_action", "compile", "sbx"),
+    r"which SB3 lacks, SAC has ([\d.]+) times": (f"{ZEN_4}/sac_continuous_action_bf16", "compile", "sb3"),
+    r"its speed, TD3 ([\d.]+), Atari": (f"{ZEN_4}/td3_continuous_action_bf16", "compile", "sb3"),
+    r"its speed, TD3 [\d.]+, Atari ([\d.]+)\.": (f"{ZEN_4}/ppo_atari_envpool_bf16", "compile", "sb3"),
+    r"compiled PPO had ([\d.]+) times that of LeanRL": (
+        f"{EPYC}/ppo_continuous_action_beside_cleanrl",
+        "compile",
+        "leanrl",
+    ),
     r"TD3, Zen 3: ([\d.]+)\.": ("ladder/td3_continuous_action", "9", "0"),
     r"eager `ppo_ray` is ([\d.]+) times": (f"{EPYC}/ppo_ray", "eager", "rllib"),
-    r"--batch-updates 1` (\d+) to \d+ times": (f"{ZEN_4}/impala_ray_{RUNNERS.format(16)}", "eager", "rllib"),
-    r"--batch-updates 1` \d+ to (\d+) times": (f"{ZEN_4}/impala_ray_{RUNNERS.format(4)}", "eager", "rllib"),
+    r"--batch-updates 1` (\d+) to \d+\.": (f"{ZEN_4}/impala_ray_{RUNNERS.format(16)}", "eager", "rllib"),
+    r"--batch-updates 1` \d+ to (\d+)\.": (f"{ZEN_4}/impala_ray_{RUNNERS.format(4)}", "eager", "rllib"),
 }
 
 
@@ -87,17 +84,52 @@ def test_figures_of_the_readme_are_those_of_the_results():
     for ours, theirs in ((speeds[name][x] for x in ("compile+cudagraphs", "leanrl")) for name in names):
         assert theirs["steps_per_second"] < ours["steps_per_second"]
     times = read("time_to_score/ppo_continuous_action_HalfCheetah-v4")["contestants"]
-    said = re.findall(r"there after (\d+) s, compiled (\d+) s, with a cache (\d+) s, SB3 (\d+) s", text)
+    said = re.findall(r"on HalfCheetah after (\d+) s \(compiled (\d+), cached (\d+), SB3 (\d+)\)", text)
     names = ("eager", "compile (cold)", "compile (warm)", "sb3")
     assert said == [tuple(f"{time_to_score.summarize(times[name])['each']:.0f}" for name in names)]
     times = read("time_to_score/ppo_Acrobot-v1")["contestants"]
-    assert re.findall(r"on Acrobot (\d+), (\d+), (\d+), (\d+)\.", text) == [
+    assert re.findall(r"on Acrobot after (\d+) s \((\d+), (\d+), (\d+)\)", text) == [
         tuple(f"{time_to_score.summarize(times[name])['each']:.0f}" for name in names)
     ]
     ladder = re.search(r"usual loop .*?C\+\+ [\d,]+", text)[0]
     speeds = [f"{x['steps_per_second']:,.0f}" for x in read("ladder/ppo_continuous_action")["contestants"].values()]
     said = re.findall(r"\d,\d+", ladder)
     assert len(said) == 8 and said == [speed for speed in speeds if speed in said]
+
+
+def beside_sb3(folder: str, name: str) -> list[float]:
+    """How many times as fast as SB3 the two files of a pair are, eager and compiled; nothing if that is not known."""
+    path = readme.RESULTS / folder / f"{name}.json"
+    known = json.loads(path.read_text())["ratios"] if path.exists() else []
+    return [x["ratio"] for own in ("eager", "compile") for x in known if (x["of"], x["to"]) == (own, "sb3")]
+
+
+def test_speeds_of_all_pairs_in_the_readme_are_those_of_the_results():
+    """In its first table; and the range of those on other CPUs."""
+    text, others = " ".join((ROOT / "README.md").read_text().split()), []
+    for name in pairs():
+        cell = re.search(rf"scripts/{name}_torchcompile\.py\) \| \d+ lines \| ([^|]+) \|", text)[1]
+        here = beside_sb3(ZEN_4, name)
+        assert cell == (", ".join(f"{ratio:.1f}" for ratio in here) or "-")
+        for folder in (EPYC, ZEN_3, CASCADE_LAKE):
+            others += [x / y for x, y in zip(beside_sb3(folder, name), here, strict=False)]
+    assert f"gave {min(others):.1f} to {max(others):.1f} times these" in text and len(others) > 30
+
+
+def test_ratios_and_intervals_are_those_of_what_was_measured():
+    """A result holds all rounds, and a report all scores, so what was derived from them can be derived again."""
+    for path in readme.RESULTS.rglob("*.json"):
+        content = json.loads(path.read_text())
+        results = [x for x in (content if isinstance(content, list) else [content]) if "provenance" in x]
+        for result in results:
+            for known in result.get("ratios", ()):
+                found = throughput.ratio(result["contestants"], known["of"], known["to"])
+                assert found["ratio"] == pytest.approx(known["ratio"], rel=1e-9), path
+                assert found["interval"] == (known["interval"] and pytest.approx(known["interval"], rel=1e-9)), path
+            for row in result.get("rows", ()) if "pairs" in result else ():
+                has_enough = len(row["seeds"]) >= report.MIN_SEEDS
+                ends = report.interval([np.array(row["scores"])], stats.pooled_iqm) if has_enough else None
+                assert not row["seeds"] or row["interval"] == (ends and pytest.approx(ends, rel=1e-9)), path
 
 
 def test_the_readme_is_short():
@@ -193,9 +225,13 @@ def test_the_overview_is_of_the_machine_measured_most(tmp_path, monkeypatch):
     monkeypatch.setattr(readme.plots, "draw_bars", note_bars)
     readme.draw_overview(tmp_path)
     group = drawn.pop("ppo\nCartPole-v1")
-    assert group.pop("cleanrl") == (1.5, [1.5, 1.5])  # half as fast as compiled, which is three times as fast as SB3
+    assert group.pop("cleanrl") == (
+        pytest.approx(1.5),
+        pytest.approx([1.5, 1.5]),
+    )  # half as fast as compiled, which is three times as fast as SB3
     assert drawn.pop("dqn\nAcrobot-v1") == drawn.pop("sac †\nCartPole-v1") == group
-    assert {name: value for name, (value, _) in group.items()} == {"eager": 2.5, "compile": 3, "sbx": 2}
+    expected = {"eager": 2.5, "compile": 3, "sbx": 2}
+    assert {name: value for name, (value, _) in group.items()} == pytest.approx(expected)
     assert drawn == {"eager": "", "sb3": "≥ "} and (tmp_path / "overview.png").exists()
 
 
@@ -204,7 +240,8 @@ def test_what_a_gpu_gave_is_shown(tmp_path, monkeypatch):
     (tmp_path / "gpu").mkdir()
     own = {name: {"steps_per_second": 100.0 * i} for i, name in enumerate(("eager", "compile+cudagraphs"), 1)}
     result = {"script": "ppo", "env_id": "CartPole-v1", "contestants": own | {"leanrl": {"failed": "it crashed"}}}
-    result["ratios"] = [{"of": "compile+cudagraphs", "to": "eager", "ratio": 2.0, "interval": [1.9, 2.1]}]
+    ratio = {"of": "compile+cudagraphs", "to": "eager", "ratio": 2.0, "interval": None}  # of one turn
+    result["ratios"] = [ratio]
     source = provenance() | {"machine": {"cpu": "Some CPU", "cores": 16, "gpu": "Some GPU"}}
     (tmp_path / "gpu" / "speed.json").write_text(json.dumps([result | {"provenance": source}]))
     equal = {"lean": {"equal": True}, "compile": {"equal": True}, "cudagraphs": {"equal": False}}
@@ -213,7 +250,8 @@ def test_what_a_gpu_gave_is_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(readme, "NOTED", tmp_path / "stale.json")
     header, _, row, *_ = readme.gpu_section()
     assert machine_of(source) == "16 cores of Some CPU, Some GPU" and "16 cores of Some CPU, Some GPU" in header
-    assert row == "| `ppo`, CartPole-v1 | 100 | 200 | - | - | 2.0 | - | 2 of 3 |"  # of one turn there is no spread
+    assert row == "| `ppo`, CartPole-v1 | 100 | 200 | - | - | 2.0 | - | 2 of 3 |"
+    ratio["interval"] = [1.9, 2.1]
     for own, speed in zip(result["contestants"].values(), (100.0, 200.0, 50.0), strict=True):
         own |= {"steps_per_second": speed, "rounds": [{"speeds": [speed]}] * 2}
     (tmp_path / "gpu" / "speed.json").write_text(json.dumps([result | {"provenance": source}]))
@@ -269,7 +307,7 @@ def test_the_time_to_a_score_is_shown(tmp_path, monkeypatch):
     text = json.dumps(result | {"contestants": {"eager": runs, "sb3": [{"failed": "exit code 1"}]}})
     (tmp_path / "time_to_score" / "ppo.json").write_text(text)
     header, _, row, *_ = readme.score_section()
-    assert header.endswith("| score | eager | SB3 (PyTorch) |")
+    assert header.endswith("| score | eager | SB3 |")
     assert row == "| `ppo`, CartPole-v1 | 490.04 | ≥ 20, 2 of 3 | failed |"
 
 
@@ -325,14 +363,15 @@ def test_the_overview_is_of_default_flags_and_of_what_is_fresh(tmp_path, monkeyp
     monkeypatch.setattr(readme.plots, "draw_groups", lambda _axis, groups, _form: drawn.append(groups))
     monkeypatch.setattr(readme.plots, "draw_bars", lambda _axis, _names, values, *_, **__: drawn.append(values))
     readme.draw_overview(tmp_path)
-    assert drawn[0]["ppo\nCartPole-v1"]["eager"][0] == 2 and drawn[1] == [10]
+    assert drawn[0]["ppo\nCartPole-v1"]["eager"][0] == pytest.approx(2) and drawn[1] == [10]
 
 
 def test_a_mean_without_a_run_that_failed_is_a_bound():
     """As of one that never got there; then no interval is shown."""
-    known = [{"seed": i, "seconds": 10.0 * i, "reached": True, "steps": 100} for i in (1, 3)]
-    assert readme.score_cell(known) == "20 [10, 30], 2 of 2"
-    assert readme.score_cell([*known, {"failed": "exit code 1", "reached": False}]) == "≥ 20, 2 of 3"
+    known = [{"seed": i, "seconds": 10.0 * i, "reached": True, "steps": 100} for i in (1, 2, 3, 4, 5)]
+    assert readme.score_cell(known) == "30 [10, 50], 5 of 5"
+    assert readme.score_cell([*known, {"failed": "exit code 1", "reached": False}]) == "≥ 30, 5 of 6"
+    assert readme.score_cell(known[:4]) == "25, 4 of 4"  # too few for an interval
 
 
 def test_the_share_of_a_search_is_of_all_its_seeds(tmp_path, monkeypatch):

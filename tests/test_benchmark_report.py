@@ -62,7 +62,7 @@ def test_report_from_end_to_end(folder, tmp_path):
     eager, compiled, other = rows["CartPole-v1", "eager"], rows["CartPole-v1", "compile"], rows["Other-v0", "eager"]
 
     assert eager["seeds"] == [0, 1, 2, 3] and eager["mean"] == 486 and eager["iqm"] == 486
-    assert 480 <= eager["interval"][0] < 486 < eager["interval"][1] <= 492
+    assert eager["interval"] is None  # of four seeds
     assert report.verdict(eager) == report.verdict(compiled) == "too few seeds" and "| too few seeds |" in text
     assert compiled["steps_per_second"] == pytest.approx(3000)
     assert report.verdict(other) == "no published score" and other["interval"] is None
@@ -74,7 +74,7 @@ def test_report_from_end_to_end(folder, tmp_path):
     assert eager["settings"] == {}
 
     (pair,) = result["pairs"]
-    assert pair["difference"] == 20 and pair["interval"][0] > 0 and pair["agree"] is None  # of four seeds
+    assert pair["difference"] == 20 and pair["interval"] is None and pair["agree"] is None
     assert pair["speed_ratio"] == pytest.approx(3)
 
 
@@ -99,7 +99,7 @@ def test_scripts_are_compared_at_the_same_steps_and_seconds(tmp_path):
     assert rows["dqn"]["global_step"] == [[50_000, [300, 300]], *([mark, None] for mark in marks[1:])]
     assert rows["ppo"]["seconds"][0] == [50, [80, 80]] and rows["dqn"]["seconds"][0] == [50, None]
     text = (tmp_path / "out" / "report.md").read_text()
-    assert "## CartPole-v1, on the way" in text and "| `dqn`, eager | 2 | 300 [300, 300] | - | - | - |" in text
+    assert "## CartPole-v1, on the way" in text and "| `dqn`, eager | 2 | 300 | - | - | - |" in text
 
 
 def test_scores_on_the_way_are_of_the_last_tenth():

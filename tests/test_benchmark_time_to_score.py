@@ -101,13 +101,13 @@ def test_turns_alternate_and_each_cold_run_has_an_empty_cache(monkeypatch):
 
 
 def test_runs_in_vain_are_not_dropped():
-    results = [outcome(10.0), outcome(20.0), outcome(60.0, reached=False)]
+    results = [outcome(10.0), outcome(20.0), outcome(60.0, reached=False)] * 2
     results.append(outcome(3.0, reached=False, failed="exit code 1"))
     own = summarize(results)
-    assert (own["runs"], own["reached"], own["failed"], own["steps"]) == (3, 2, 1, 1500)
+    assert (own["runs"], own["reached"], own["failed"], own["steps"]) == (6, 4, 1, 1500)
     assert own["mean"] == 30 and own["each"] == 45 and own["interval"][0] < 30 < own["interval"][1]
-    row = time_to_score.cells("x", results, [[outcome(90.0), outcome(90.0)], results, None])
-    assert row[:2] == ["x", "2 of 3, 1 failed"] and row[3] == "45.0" and row[5].startswith("2.00 [")
+    row = time_to_score.cells("x", results, [[outcome(90.0)] * 5, results, None])
+    assert row[:2] == ["x", "4 of 6, 1 failed"] and row[3] == "45.0" and row[5].startswith("2.00 [")
     assert row[6:] == ["-", "-"]
     never = [outcome(9.0, reached=False)] * 2
     assert time_to_score.cells("x", never, [results]) == ["x", "0 of 2", "≥ 9.0", "never", "-", "-"]
@@ -270,9 +270,10 @@ def test_turns_go_on_in_the_order_of_a_run_that_was_not_stopped(monkeypatch):
 
 
 def test_the_interval_of_a_ratio_knows_of_runs_in_vain():
-    """With two runs, of which one was in vain, both may have been."""
-    others = [outcome(10.0), outcome(90.0, reached=False)]
-    assert time_to_score.compared([outcome(10.0)] * 2, others) == "10.00 [1.00, inf]"
+    """With five runs, of which four were in vain, all may have been, or two; of fewer there is no interval."""
+    others = [outcome(10.0), *[outcome(90.0, reached=False)] * 4]
+    assert time_to_score.compared([outcome(10.0)] * 5, others) == "37.00 [7.00, inf]"
+    assert time_to_score.compared([outcome(10.0)] * 2, others) == "37.00"
 
 
 def test_a_ratio_to_a_contestant_that_never_got_there_is_a_bound():
@@ -297,9 +298,9 @@ def test_a_run_that_failed_counts_against_a_record():
 
 
 def test_a_mean_is_a_bound_where_a_run_did_not_get_there():
-    runs = [{"seconds": 10.0, "reached": True, "steps": 5}, {"seconds": 30.0, "reached": True, "steps": 5}]
+    runs = [{"seconds": x, "reached": True, "steps": 5} for x in (10.0, 10.0, 20.0, 30.0, 30.0)]
     assert time_to_score.cells("eager", runs, [])[2].startswith("20.0 [")
-    late = [*runs, {"seconds": 50.0, "reached": False, "steps": 9}]
+    late = [*runs, {"seconds": 80.0, "reached": False, "steps": 9}]
     assert time_to_score.cells("eager", late, [])[2] == "≥ 30.0"
     failed = [*runs, {"failed": "exit code 1", "reached": False}]
     assert time_to_score.cells("eager", failed, [])[2] == "≥ 20.0"

@@ -29,7 +29,7 @@ from benchmarks.acting.inference_worker import TOLERANCE
 from benchmarks.acting.networks import NETWORKS
 from benchmarks.acting.paths import path_names
 from benchmarks.common import plots, turns
-from benchmarks.common.programs import check_known, check_once, check_positive, cores, fail
+from benchmarks.common.programs import check_known, check_once, check_positive, fail, num_cores
 from benchmarks.common.results import Target, describe, load_all, make_folder, provenance, say_written, stoppable, table
 
 NOISE = "eager"  # the path that is measured against itself: its apparent gain is the error of all the others
@@ -58,7 +58,7 @@ class Options:
     timeout: float = 600.0  # seconds that a process may take to compile, and again to measure
     time_limit: float = float("inf")  # seconds for everything; what is not done by then is reported as missing
     smoke: bool = False  # a short run, to check that everything works: one network, two batch sizes, few paths
-    out: Path = Path("runs/inference")  # results folder; the README's results are in benchmarks/results/inference
+    out: Path = Path("runs/inference")  # results folder; the results in RESULTS.md are in benchmarks/results/inference
 
 
 def check(options: Options) -> Options:
@@ -90,7 +90,7 @@ def check(options: Options) -> Options:
     if not options.batch_sizes or min(options.batch_sizes) < 1:
         fail("--batch-sizes must be 1 or more")
     make_folder(options.out)
-    return replace(options, networks=networks, devices=devices, jobs=options.jobs or len(cores()))
+    return replace(options, networks=networks, devices=devices, jobs=options.jobs or num_cores())
 
 
 def paths_of(device: str, options: Options) -> list[str]:
@@ -203,10 +203,10 @@ def shown(cell: dict) -> tuple[float, str]:
 
 def draw(results: list[dict], path: Path) -> None:
     """A heat map for each network and device, paths by batch sizes; colour and number show the gain over eager."""
-    paths_of = [list(dict.fromkeys(cell["path"] for cell in result["cells"])) for result in results]
-    size = (2.8 + 0.75 * max(len(result["batch_sizes"]) for result in results), 1.1 + 0.3 * max(map(len, paths_of)))
+    all_paths = [list(dict.fromkeys(cell["path"] for cell in result["cells"])) for result in results]
+    size = (2.8 + 0.75 * max(len(result["batch_sizes"]) for result in results), 1.1 + 0.3 * max(map(len, all_paths)))
     with plots.grid(path, len(results), size) as axes:
-        for axis, result, paths in zip(axes, results, paths_of, strict=True):
+        for axis, result, paths in zip(axes, results, all_paths, strict=True):
             values = np.full((len(paths), len(result["batch_sizes"])), np.nan)
             notes = np.full(values.shape, "", dtype=object)  # was not measured
             for cell in result["cells"]:

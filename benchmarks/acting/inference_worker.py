@@ -126,7 +126,7 @@ def measure(case: Case, seconds: float) -> dict:
 
     calls = {"eager": timed(build("eager", case.act, case.inputs).call), "path": timed(case.built.call)}
     times = turns.interleave(calls, seconds)
-    ratio, low, high = stats.ratio_of_medians([times["eager"].medians()], [times["path"].medians()])
+    ratio, low, high = stats.ratio_of_medians(times["eager"].medians(), times["path"].medians())
     row = dict(case.row, speedup=ratio, interval=[low, high])
     for prefix, name in (("", "path"), ("eager_", "eager")):
         p50, p99 = times[name].quantiles(0.5, 0.99)

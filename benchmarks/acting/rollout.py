@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.acting.rollout_worker import ACTORS, FAMILIES
 from benchmarks.common import plots, turns
-from benchmarks.common.programs import check_known, check_once, check_positive, cores, fail
+from benchmarks.common.programs import check_known, check_once, check_positive, fail, num_cores
 from benchmarks.common.results import Target, describe, estimate, make_folder, provenance, say_written, stoppable, table
 
 BACKENDS = ("gymnasium", "gymnasium-sync", "envpool")
@@ -48,7 +48,7 @@ class Options:
     jobs: int | None = None  # processes that compile in parallel; by default one per core
     timeout: float = 600.0  # seconds that a process may take to compile, and again to measure
     time_limit: float = float("inf")  # seconds for everything; what is not done by then is reported as missing
-    out: Path = Path("runs/rollout")  # results folder; the README's results are in benchmarks/results/rollout
+    out: Path = Path("runs/rollout")  # results folder; the results in RESULTS.md are in benchmarks/results/rollout
 
 
 def check(options: Options) -> Options:
@@ -68,7 +68,7 @@ def check(options: Options) -> Options:
         fail(f"--compile-actor {wrong[0]} can't be used on {options.device}")
     make_folder(options.out)
     actors = options.compile_actor or tuple(actor for actor in ACTORS if actor not in elsewhere)
-    options = replace(options, compile_actor=actors, jobs=options.jobs or len(cores()))
+    options = replace(options, compile_actor=actors, jobs=options.jobs or num_cores())
     if not settings_of(options):
         fail("nothing to measure: Atari is EnvPool's, its CNN has no NumPy version, one environment is no vector")
     return options
@@ -156,21 +156,33 @@ def measure(options: Options, time_limit: float, bar: tqdm, on_result: Callable[
     turns.run_cases("benchmarks.acting.rollout_worker", cases, options.jobs, options.timeout, time_limit, on_case)
 
 
+def place(row: dict) -> tuple:
+    """What tells a row from the others."""
+    return row["family"], row["num_envs"], row["backend"], row["actor"]
+
+
+def places_measured(result: dict) -> set[tuple]:
+    """The places of the rows that were measured without an error."""
+    return {place(row) for row in result.get("rows", []) if "error" not in row}
+
+
 def main(options: Options) -> int:
     started, options = time.perf_counter(), check(options)
     effort, path = {"seconds": options.seconds}, options.out / "rollout.json"
     target = Target(path, effort, device=options.device, threads=options.threads)
     kept = f"what was measured before lies in {options.out}"
-    place = lambda row: (row["family"], row["num_envs"], row["backend"], row["actor"])  # noqa: E731
     asked = set(map(place, settings_of(options)))
     if missing := set(map(place, target.old.get("rows", []))) - asked:
         fail(f"{target.path} has {' '.join(map(str, min(missing)))}, which yours would lack: give another --out")
-    good = lambda rows: {place(row) for row in rows if "error" not in row}  # noqa: E731
-    before = good(target.old.get("rows", []))
-    is_whole = lambda rows: len(rows) == len(asked) and bool(good(rows)) and before <= good(rows)  # noqa: E731
+    before = places_measured(target.old)
+
+    def on_result(result: dict) -> None:
+        good = places_measured(result)
+        target.write(result, is_whole=len(result["rows"]) == len(asked) and bool(good) and before <= good)
+
     with stoppable(kept), tqdm(unit="actor", disable=None) as bar:
         left = options.time_limit - (time.perf_counter() - started)
-        measure(options, left, bar, lambda result: target.write(result, is_whole(result["rows"])))
+        measure(options, left, bar, on_result)
     print(write_summary(options.out))
     figure = ["rollout.png"] * (options.out / "rollout.png").exists()
     return say_written(options.out, [target], "rollout.md", *figure)

@@ -109,7 +109,7 @@ def measure(settings: dict) -> dict:
     )
     per_call = settings["num_envs"] * sampler.steps / sampler.all_rows
     speeds = {name: np.array([per_call / block.mean() for block in x.blocks]) for name, x in times.items()}
-    ratio, low, high = stats.ratio_of_medians([speeds["actor"]], [speeds["off"]])
+    ratio, low, high = stats.ratio_of_medians(speeds["actor"], speeds["off"])
     first, median, third = np.quantile(speeds["actor"], [0.25, 0.5, 0.75]).tolist()
     p50, p99 = times["actor"].quantiles(0.5, 0.99)
     sampler.envs.close()

@@ -18,7 +18,7 @@ COLOURS = {
     "cudagraphs": "#F0E442", "sb3": "#009E73", "sbx": "#E69F00", "leanrl": "#999999",
     "cleanrl": "#000000",
 }  # fmt: skip
-LABELS = {"leanrl": "LeanRL", "sb3": "SB3 (PyTorch)", "sbx": "SBX (JAX)", "lean": "compile script, uncompiled"}
+LABELS = {"leanrl": "LeanRL", "sb3": "SB3", "sbx": "SBX", "lean": "compile script, uncompiled"}
 LABELS |= {"rllib": "RLlib", "cleanrl": "CleanRL"}
 STYLE = {
     "font.size": 10, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,

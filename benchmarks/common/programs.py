@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import io
+import math
 import os
 import shlex
 import shutil
@@ -51,6 +52,15 @@ def fail(message: str) -> NoReturn:
 def cores() -> set[int]:
     """The CPU cores that this process may use; all where the system does not tell, as on macOS."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def num_cores() -> int:
+    """How many CPU cores this process may use, by its affinity and its container's share, as the scripts count them."""
+    own = len(cores())
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        microseconds, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        own = min(own, math.ceil(microseconds / period))
+    return own
 
 
 def pairs() -> list[str]:

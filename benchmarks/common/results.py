@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.common.programs import ROOT, cores, fail
+from benchmarks.common.programs import ROOT, fail, num_cores
 
 PACKAGES = (
     "torch", "triton", "tensordict", "gymnasium", "mujoco", "envpool", "numpy", "onnxruntime", "stable_baselines3",
@@ -128,7 +128,7 @@ def provenance(since: dict | None = None) -> dict:
         "uncommitted_changes": start["uncommitted_changes"] or now["uncommitted_changes"],
         **({"changed_until": now["commit"]} if has_changed else {}),
         "versions": package_versions(),
-        "machine": {"cpu": cpu_model(), "cores": len(cores()), "gpu": gpu_model()},
+        "machine": {"cpu": cpu_model(), "cores": num_cores(), "gpu": gpu_model()},
     }
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import processes
-from benchmarks.common.programs import cores
+from benchmarks.common.programs import num_cores
 
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # variables that PyTorch and NumPy obey
 BLOCKS = 10  # blocks of calls per contestant
@@ -92,7 +92,7 @@ def end_of(child: processes.Child) -> str:
 
 def compile_settings(cache: Path, jobs: int) -> dict[str, str]:
     """Variables for one of `jobs` processes that compile in parallel: their shared cache, and its share of cores."""
-    threads = max(1, len(cores()) // jobs)
+    threads = max(1, num_cores() // jobs)
     return {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
 
 

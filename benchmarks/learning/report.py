@@ -40,10 +40,10 @@ SHARES = (0.1, 0.25, 0.5, 1.0)  # shares of the longest run at which scripts on 
 EAGER, COMPILED = ("eager", "lean"), ("compile", "compile+cudagraphs", "cudagraphs")
 INTRODUCTION = f"""
 The return of a run is the mean training return of its last {runs.LAST_EPISODES} episodes. IQM: interquartile mean over
-the seeds, with its 95 % bootstrap interval. Verdict: whether that interval lies above or below CleanRL's mean ±
-standard deviation, if the budget is the same and there are {MIN_SEEDS} seeds or more. Steps/s: median over the second
-half of a run; rows of other hours, or beside other work, are not to be compared by it: `./run.sh throughput` does that.
-Minutes and seconds: from the first step on, compiling included, imports and the start of Ray not.
+the seeds, with its 95 % bootstrap interval if there are {MIN_SEEDS} seeds or more. Verdict: whether that interval lies
+above or below CleanRL's mean ± standard deviation, if the budget is the same. Steps/s: median over the second half of a
+run; rows of other hours, or beside other work, are not to be compared by it: `./run.sh throughput` does that. Minutes
+and seconds: from the first step on, compiling included, imports and the start of Ray not.
 """.strip()
 SAME, TOO_FEW, MIXED = "no difference seen", "too few seeds", "settings differ within a row"
 AGREEMENT = {True: SAME, False: "they differ", None: TOO_FEW}
@@ -137,8 +137,8 @@ def steady_speed(run: runs.Run) -> float:
 
 
 def interval(strata: list, statistic) -> list[float] | None:
-    """Ends of the 95 % bootstrap interval; None if a stratum has only one run, which is too few for an interval."""
-    if min(map(len, strata)) < 2:
+    """Ends of the 95 % bootstrap interval; None if a stratum has fewer runs than MIN_SEEDS: it would be too narrow."""
+    if min(map(len, strata)) < MIN_SEEDS:
         return None
     return [float(end) for end in stats.bootstrap(strata, statistic)]
 
@@ -194,7 +194,7 @@ def notes_on_episodes(script: str, kept: list[runs.Run]) -> list[str]:
 
 def compare(rows: list[dict]) -> list[dict]:
     """Eager against compiled, scores and speed, for each script, environment and precision that has both."""
-    pairs = []
+    found = []
     for eager, compiled in product(rows, rows):
         (ours, flags), (theirs, their_flags) = (row["variant"].partition(" ")[::2] for row in (eager, compiled))
         is_pair = ours in EAGER and theirs in COMPILED and flags == their_flags and eager["seeds"] and compiled["seeds"]
@@ -210,13 +210,12 @@ def compare(rows: list[dict]) -> list[dict]:
         ends = interval(scores, stats.difference_of_iqms)
         pair = {"script": eager["script"], "env_id": eager["env_id"], "eager": eager["variant"]}
         pair |= {"compiled": compiled["variant"], "difference": compiled_iqm - eager_iqm}
-        enough = ends and min(map(len, scores)) >= MIN_SEEDS
-        pair |= {"interval": ends, "agree": ends[0] <= 0 <= ends[1] if enough else None}
+        pair |= {"interval": ends, "agree": ends[0] <= 0 <= ends[1] if ends else None}
         if eager.get("mixed") or compiled.get("mixed"):
             pair["mixed"] = True
         pair["speed_ratio"] = compiled["steps_per_second"] / eager["steps_per_second"]
-        pairs.append(pair)
-    return pairs
+        found.append(pair)
+    return found
 
 
 def last_episode(run: runs.Run) -> int:
@@ -355,8 +354,8 @@ def score_cells(row: dict) -> list[str]:
 def pair_cells(pair: dict) -> list[str]:
     """A row of the table of eager against compiled."""
     compared, difference = f"{pair['compiled']} less {pair['eager']}", (pair["difference"], pair["interval"])
-    verdict = MIXED if pair.get("mixed") else AGREEMENT[pair["agree"]]
-    cells = [pair["script"], pair["env_id"], compared, estimate(*difference, "+,.1f"), verdict]
+    agreement = MIXED if pair.get("mixed") else AGREEMENT[pair["agree"]]
+    cells = [pair["script"], pair["env_id"], compared, estimate(*difference, "+,.1f"), agreement]
     return [*cells, f"{pair['speed_ratio']:.2f}x"]
 
 

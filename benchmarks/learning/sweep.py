@@ -58,7 +58,7 @@ PLAN = ("scripts", "variants", "seeds", "env_ids", "total_timesteps", "flags", "
 class Options:
     scripts: tuple[str, ...] = ()  # pairs, by the name of the eager script; by default all that can run here
     variants: tuple[Variant, ...] = ()  # by default eager and compile, on CUDA also those with CUDA graphs
-    seeds: tuple[int, ...] = (21, 31, 41)  # by default LeanRL's
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)  # the fewest that get a verdict
     env_ids: tuple[str, ...] = ()  # environments for every script; by default each script's own
     total_timesteps: int = 50_000  # environment steps of each run
     jobs: int = 1  # runs in parallel, each on its own share of the CPU cores

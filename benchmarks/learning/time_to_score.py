@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.common import plots, processes, runs, steady
+from benchmarks.common import plots, processes, runs, stats, steady, turns
 from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import (
     VARIANTS,
@@ -68,9 +68,9 @@ Wall time from the start of the process, imports and compiling included, until t
 each that got there": the time of all runs divided by the number of those that got there, which is what somebody waits
 who starts anew whenever a run was in vain. "Times as fast" are ratios of these; beside one that never got there, of the
 mean time until it was ended. "≥": a bound, since runs did not get there. A run that failed is counted beside them and
-left out. Cold: the compile cache is empty; warm: an earlier run has filled it. Intervals are too narrow: in a
-simulation (`tests/test_benchmark_stats.py`) with five seeds, what is called 95 % held the truth in some 83 % of cases,
-that of a ratio in 87 %, and in 70 % if one of two contestants gets there in four of five runs only.
+left out. Cold: the compile cache is empty; warm: an earlier run has filled it. Means have Student's intervals. Those of
+ratios, by the bootstrap, are too narrow: in a simulation (`tests/test_benchmark_stats.py`) with five seeds, what is
+called 95 % held the truth in 87 % of cases, and in 70 % if one of two contestants gets there in four of five runs only.
 """.strip()
 
 
@@ -192,12 +192,12 @@ def measure(
         for contestant in [x for x in contestants if x.cache == "warm"]:
             if why := run(contestant, 0, contestant.name, is_warm).get("failed"):
                 fail(f"{script} on {env_id}, {contestant.name}: the run that fills its cache failed, {why}")
-        for i, seed in list(enumerate(seeds))[done:]:
-            for contestant in contestants[:: 1 if i % 2 == 0 else -1]:
-                cache = f"{contestant.name} {seed}" if contestant.cache == "cold" else contestant.name
-                results[contestant.name].append({"seed": seed, **run(contestant, seed, cache, find)})
-                bar.update()
-            on_seed(results)
+        for i, contestant in list(turns.in_turns(contestants, len(seeds)))[done * len(contestants) :]:
+            cache = f"{contestant.name} {seeds[i]}" if contestant.cache == "cold" else contestant.name
+            results[contestant.name].append({"seed": seeds[i], **run(contestant, seeds[i], cache, find)})
+            bar.update()
+            if min(map(len, results.values())) == i + 1:
+                on_seed(results)
 
 
 def has_failed(known: dict[str, list[dict]]) -> bool:
@@ -228,7 +228,8 @@ def summarize(results: list[dict]) -> dict:
         return {"runs": 0, "failed": len(results)}
     steps = [x["steps"] for x in results if x["reached"]]
     summary = {"runs": len(rows), "reached": int(rows[:, 1].sum()), "failed": len(results) - len(rows)}
-    summary |= {"mean": float(rows[:, 0].mean()), "interval": report.interval([rows[:, 0]], lambda x: x[0].mean())}
+    enough = len(rows) >= report.MIN_SEEDS
+    summary |= {"mean": float(rows[:, 0].mean()), "interval": stats.student_interval(rows[:, 0]) if enough else None}
     return summary | {"each": float(each_success(rows)), "steps": float(np.median(steps)) if steps else None}
 
 

@@ -35,12 +35,12 @@ from benchmarks.common.programs import (
     check_positive,
     check_settings,
     command,
-    cores,
     default_variants,
     fail,
     fields_of,
     load_script,
     missing_for_compile,
+    num_cores,
     pairs,
     split_flags,
 )
@@ -212,7 +212,7 @@ def check(options: Options) -> tuple[Options, Search]:
 
 def jobs_of(options: Options) -> int:
     """How many trials run at a time; SystemExit(2) if there are no GPUs for them."""
-    own = len(cores())
+    own = num_cores()
     by_default = own / options.size if options.is_population else 1.0
     jobs = options.jobs or min(options.size, max(1, int(own / (options.cpus_per_trial or by_default) + 1e-9)))
     share = options.gpus_per_trial

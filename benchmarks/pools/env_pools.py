@@ -13,7 +13,6 @@ Leaves: in --out a JSON file per part, and env_pools.md and env_pools.png from a
 import contextlib
 import json
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -62,7 +61,7 @@ class Options:
     seconds: float = 2.0  # duration of each measurement
     minute: float = 60.0  # seconds during which workers are killed
     seeds: tuple[int, ...] = (1, 2, 3)  # seeds of the runs whose workers are killed
-    out: Path = Path("runs/env_pools")  # results folder; the README's results are in benchmarks/results/env_pools
+    out: Path = Path("runs/env_pools")  # results folder; the results in RESULTS.md are in benchmarks/results/env_pools
 
 
 @dataclass
@@ -222,6 +221,8 @@ def measure_split(options: Options) -> dict:
                 child.poll() is None and len(lines := runs.read_lines(folder / "metrics.jsonl")[0]) < 4 + options.rounds
             ):
                 child.wait(0.5)
+            if len(lines) < 4 + options.rounds:
+                fail(f"{name} ended by itself:\n{child.last_lines()}")
         times = steady.section_times(lines, SECTIONS)
         rows.append({"name": name, "ready_batch": int(ready_batch), "seconds": {k: 24 * v for k, v in times.items()}})
     return {"num_envs": 24, "rows": rows}
@@ -240,6 +241,8 @@ def run_and_kill(seed: int, minute: float) -> dict:
     with training(program) as (child, folder), tqdm(total=minute, desc=f"killed, seed {seed}") as bar:
         while child.poll() is None and not runs.read_lines(folder / "metrics.jsonl")[0]:
             child.wait(0.1)
+        if not runs.read_lines(folder / "metrics.jsonl")[0]:
+            fail(f"the run ended before its first line:\n{child.last_lines()}")
         start = time.perf_counter()
         while child.wait(KILL_EVERY) is None and time.perf_counter() - start < minute:
             with contextlib.suppress(OSError, ZeroDivisionError):  # the run has ended, or no worker lives just now
@@ -250,14 +253,13 @@ def run_and_kill(seed: int, minute: float) -> dict:
         while child.poll() is None:
             child.wait(1)
         lines, _ = runs.read_lines(folder / "metrics.jsonl")
-        output = child.output.read_text()
         args = json.loads((folder / "config.json").read_text())["args"]
     rows = len(lines) * args["num_steps"] * args["num_workers"] * args["envs_per_worker"]
     result = {"seed": seed, "kills": kills, "restarts": lines[-1]["pool/worker_restarts"], "rows": rows}
     result |= {"steps": lines[-1]["global_step"], "seconds": lines[-1]["seconds"], "env_id": args["env_id"]}
     result |= {"episodes": sum(x.get("charts/episodes", 0) for x in lines)}
     result |= {"curve": [(x["global_step"], x["charts/episodic_return"]) for x in lines if "charts/episodes" in x]}
-    return result | {"last_return": float(re.search(r"episodes ([\d.]+)\n", output).group(1))}
+    return result | {"last_return": runs.final_return(runs.Run(folder, {}, lines))}
 
 
 def measure_killed(options: Options) -> dict:

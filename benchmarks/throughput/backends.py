@@ -146,8 +146,8 @@ def rows(results: list[dict]) -> list[str]:
 def verdict(results: list[dict]) -> str:
     """How many rows reach TARGET, by the ratio and by its whole interval, and how many do not."""
     found = list(filter(None, (to_best_other(row) for result in results for row in result["rows"])))
-    good, sure = sum(x["ratio"] >= TARGET for x in found), sum(x["interval"][0] >= TARGET for x in found)
-    slower = sum(x["interval"][1] < TARGET for x in found)
+    good, known = sum(x["ratio"] >= TARGET for x in found), [x["interval"] for x in found if x["interval"]]
+    sure, slower = sum(low >= TARGET for low, _ in known), sum(high < TARGET for _, high in known)
     return (
         f"In {good} of {len(found)} rows the default has at least {TARGET:.0%} of the speed of the best other way, in "
         f"{sure} of them by the whole interval; in {slower} the whole interval is below that."

@@ -21,7 +21,7 @@ import tyro
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import plots, processes, steady, turns
-from benchmarks.common.programs import command, cores, endless_flags, load_script
+from benchmarks.common.programs import command, endless_flags, load_script, num_cores
 from benchmarks.common.results import table, write_whole
 
 BIN = 0.02  # seconds per point of the plot
@@ -145,7 +145,7 @@ def measure(
     not needed afterwards, `cache` compiled code; `more` are flags for all, such as another environment.
     """
     everyone, slots = list(product(scripts, variants)), processes.free_slots(processes.SCRIPT_MEMORY)
-    jobs = min(len(everyone), slots, len(cores()))
+    jobs = min(len(everyone), slots, num_cores())
     settings, share = turns.compile_settings(cache, jobs), time_limit / -(-len(everyone) // slots)
     for i in range(0, len(everyone), slots):
         known = {}
@@ -188,8 +188,8 @@ def draw(uses: dict[str, dict[str, dict]], path: Path) -> None:
         for axis, (script, variants) in zip(axes, uses.items(), strict=True):
             for variant, use in [(name, x) for name, x in variants.items() if "failed" not in x]:
                 name = f"{plots.label(variant)}, {100 * use['busy_fraction']:.0f} %"
-                time = np.linspace(0, use["seconds"], len(use["timeline"]))
-                plots.draw_curve(axis, time, 100 * np.array(use["timeline"]), variant, name)
+                seconds = np.linspace(0, use["seconds"], len(use["timeline"]))
+                plots.draw_curve(axis, seconds, 100 * np.array(use["timeline"]), variant, name)
             plots.describe_axis(axis, script, "seconds", "device busy (%)")
             axis.set_ylim(0, 100)
             if axis.lines:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import processes, runs, steady, turns
-from benchmarks.common.programs import cores, fields_of
+from benchmarks.common.programs import fields_of, num_cores
 from benchmarks.common.results import provenance
 from benchmarks.throughput import throughput
 
@@ -112,7 +112,7 @@ def measure(
 
     for i in range(0, len(everyone), slots):
         group = everyone[i : i + slots]
-        turns.take_turns(group, min(len(group), len(cores())), share, share, on_turn, rounds)
+        turns.take_turns(group, min(len(group), num_cores()), share, share, on_turn, rounds)
         for contestant in [x for x in group if not x.rounds]:
             contestant.error = contestant.error or "no window of steady speed"
     publish()

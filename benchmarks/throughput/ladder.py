@@ -1,4 +1,4 @@
-"""What each trick gains, from the loop that everybody writes to the compiled script, a rung per trick: ./run.sh ladder.
+"""What each trick gains, from a plain loop to the compiled script, a rung per trick: ./run.sh ladder.
 
 A rung is a script of a pair without the tricks of the rungs above it, which are removed at run time. First all rungs
 are compared, to see whether they learn the same numbers up to rounding; then they are measured as `throughput` measures
@@ -37,9 +37,9 @@ from benchmarks.throughput.rungs import LADDERS
 
 CHECK_SECONDS = 600.0  # for the comparison of all rungs
 INTRODUCTION = """
-Each rung has one trick more than the one below it. The lowest is the loop that everybody writes; the top is the
-compiled script as it stands. All learn the same numbers: the table shows how far their weights are from those of the
-eager script after about fifty updates on Pendulum, where rounding errors do not grow from step to step.
+Each row has one trick more than the row above it. The first is a plain loop as tutorials write it; the last is the
+compiled script. All learn the same numbers: the table shows how far their weights are from those of the eager script
+after about fifty updates on Pendulum, where rounding errors do not grow from step to step.
 """.strip()
 
 

@@ -20,7 +20,7 @@ import torch
 import tyro
 
 from benchmarks.common import processes, runs, turns
-from benchmarks.common.programs import SCRIPTS, VARIANTS, cores, load_script
+from benchmarks.common.programs import SCRIPTS, VARIANTS, load_script, num_cores
 from benchmarks.common.results import write_whole
 
 TOLERANCE = 1e-3  # relative: kernels differ in the order of their sums, and updates build on each other
@@ -160,7 +160,7 @@ def compare_all(
 
     `on_change` gets all results so far, by script and variant, whenever there are more; at the end none is missing.
     """
-    deadline, own = time.perf_counter() + time_limit, len(cores())
+    deadline, own = time.perf_counter() + time_limit, num_cores()
     jobs = min(len(scripts), max(1, own // 2), processes.free_slots(processes.SCRIPT_MEMORY))
     settings, waiting, running = turns.compile_settings(cache, jobs), list(scripts), {}
     found, reasons = {script: {} for script in scripts}, dict.fromkeys(scripts, "no time left")

@@ -34,10 +34,10 @@ from benchmarks.common.programs import (
     LIBRARIES,
     SCRIPTS,
     check_known,
-    cores,
     environment_class,
     fail,
     load_script,
+    num_cores,
     pairs,
     peers_of,
 )
@@ -294,7 +294,7 @@ def make_log(folder: Path, every: int):
 
 def write_config(folder: Path, peer: str, script: str, args) -> None:
     config = {"script": f"{script}.py", "peer": peer, "args": asdict(args), "versions": package_versions()}
-    config |= {"device": gpu_model() or "cpu", "cores": len(cores())}
+    config |= {"device": gpu_model() or "cpu", "cores": num_cores()}
     config |= {"threads": torch.get_num_threads(), "matmul_precision": torch.get_float32_matmul_precision()}
     config["commit"] = git("describe", "--always", "--dirty", "--abbrev=40") or None
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -207,7 +207,7 @@ TD3 = (
         texts=(
             (
                 "    nets = {True: critics[0], False: deepcopy(critics[0]).eval()}  "
-                "# the network that vmap runs: in training mode or not\n"
+                "# what vmap runs, in training mode or in the other\n"
                 "    critics = Stack(from_modules(*critics).apply(transposed))\n",
                 "",
             ),
@@ -215,7 +215,7 @@ TD3 = (
                 "        weights = {name: stack.mT if stack.ndim == 3 else stack for name, stack in "
                 'ensemble.flatten_keys(".").items()}\n'
                 '        net = nets[getattr(ensemble, "training", critics.training)]  '
-                "# a slice has no mode of its own\n"
+                "# a slice, such as `critics[:1]`, has no mode\n"
                 "        call = torch.vmap(partial(functional_call, net), in_dims=(0, None), "
                 'randomness="different")  # for dropout\n'
                 "        return call(weights, (obs, action))\n",

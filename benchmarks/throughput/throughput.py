@@ -68,7 +68,8 @@ from benchmarks.throughput.ceilings import SECTIONS
 
 INTRODUCTION = """
 Environment steps per second in steady state: fresh processes in interleaved rounds, measured in windows after all is
-compiled; medians, quartiles over the windows, bootstrap intervals of the ratios. "Of a whole run": the steps/s of a
+compiled; medians and quartiles over all windows. Ratios are geometric means over the rounds, each of the medians of two
+processes, with Student's intervals, which are wide if rounds are few. "Of a whole run": the steps/s of a
 run at the default flags, from the start of the process to its end, with a filled compile cache. "First update" is the
 wall time from the start of the process to the first line of the log with a loss, with an empty and with a filled
 compile cache; "pays after" is the number of steps, counted from that line on, after which the compiled script has
@@ -93,7 +94,7 @@ class Options:
     ceilings: bool = True  # also measure the environment alone, and where the time of each variant goes
     flags: str = ""  # extra flags for all contestants, as in --flags="--env-id Ant-v4"
     timeout: float = 900.0  # seconds after which a run is ended, steady or not
-    out: Path = Path("runs/throughput")  # results folder; the README's results are in benchmarks/results/throughput
+    out: Path = Path("runs/throughput")  # results folder; those of RESULTS.md are in benchmarks/results/throughput
 
 
 def follow(child: processes.Child, log: Path, options: Options, learns: bool) -> float | None:
@@ -177,10 +178,14 @@ def summarize(results: list[dict]) -> dict:
 
 
 def ratio(contestants: dict[str, dict], of: str, to: str) -> dict:
-    """Ratio of two contestants' median speeds, with its interval."""
-    rounds = [[np.array(x["speeds"]) for x in contestants[name]["rounds"] if "failed" not in x] for name in (of, to)]
-    value, low, high = stats.ratio_of_medians(*rounds)
-    return {"of": of, "to": to, "ratio": value, "interval": [low, high]}
+    """Ratio of two contestants' speeds over the rounds in which neither failed, with its interval if those are two."""
+    rounds = zip(contestants[of]["rounds"], contestants[to]["rounds"], strict=False)  # on a GPU, one may have more
+    both = [(own["speeds"], other["speeds"]) for own, other in rounds if "failed" not in own | other]
+    medians = [tuple(map(np.median, speeds)) for speeds in both]
+    if not medians:
+        medians = [(contestants[of]["steps_per_second"], contestants[to]["steps_per_second"])]
+    value, interval = stats.ratio_of_rounds(*zip(*medians, strict=True))
+    return {"of": of, "to": to, "ratio": value, "interval": interval}
 
 
 def compare(contestants: dict[str, dict]) -> dict:
@@ -230,7 +235,10 @@ def measure_device_use(script: str, contestants: dict[str, dict], options: Optio
     with tempfile.TemporaryDirectory() as folder:
         limits = options.window, options.timeout
         uses, folders = {}, (Path(folder), Path(folder, "cache"))
-        note = lambda _, variant, use: uses.update({variant: use})  # noqa: E731
+
+        def note(_script: str, variant: str, use: dict) -> None:
+            uses[variant] = use
+
         device_use.measure([script], variants, "cuda", *limits, *folders, note, more)
         return uses
 
@@ -280,9 +288,6 @@ def measure_script(script: str, options: Options, bar: tqdm) -> dict:
     return result | {"published": getattr(TABLE.get(script), "leanrl", None) or None, "provenance": provenance()}
 
 
-PEER_NAMES = {"sb3": "SB3", "sbx": "SBX", "rllib": "RLlib", "cleanrl": "CleanRL", "leanrl": "LeanRL"}
-
-
 def peer_columns(result: dict) -> tuple[str, ...]:
     """The peers with which the table compares a script, measured or not."""
     if set(CLONES) & set(result["contestants"]):
@@ -302,7 +307,8 @@ def contestant_cells(result: dict, name: str) -> list[str]:
     starts = " / ".join("-" if x is None else f"{x:.1f}" for x in (own["cold_seconds"], own["warm_seconds"]))
     steps = result["break_even_steps"].get(name, {})
     even = " / ".join("never" if x is None else f"{x:,.0f}" for x in steps.values()) or "-"
-    if steps and ratios["eager"]["interval"][0] <= 1 <= ratios["eager"]["interval"][1]:
+    ends = ratios["eager"]["interval"] if steps else None
+    if steps and not (ends and not ends[0] <= 1 <= ends[1]):
         even = "open"  # whether it is faster at all
     whole = own.get("whole", {})
     speed = f"{whole['steps_per_second']:,.0f} ({whole['steps']:,} steps)" if "steps" in whole else "-"
@@ -331,7 +337,7 @@ def section(result: dict) -> list[str]:
     """What Markdown says on one script."""
     title = f"## {result['script']} on {result['env_id']}" + f" ({result['flags']})" * bool(result["flags"])
     header = ["program", "steady steps/s [quartiles]", "of a whole run"]
-    header += [f"to {PEER_NAMES[peer]} [95 %]" for peer in peer_columns(result)] + ["to eager [95 %]"]
+    header += [f"to {plots.label(peer)} [95 %]" for peer in peer_columns(result)] + ["to eager [95 %]"]
     header += ["first update, cold / warm (s)", "pays after steps from there, cold / warm"]
     header += ["peak memory (MB)", "cores used"]
     cells = [contestant_cells(result, name) for name in result["contestants"]]
@@ -452,8 +458,8 @@ def main(options: Options) -> int:
     targets = {script: Target(path, effort, **own[script]) for script, path in paths.items()}
     for target in targets.values():
         more = ["ceilings, which --no-ceilings would lack"] * ("ceilings" in target.old and not options.ceilings)
-        runs = [x for x in target.old.get("contestants", {}).values() if "steps" in x.get("whole", {})]
-        more += ["whole runs, which yours would lack without --whole-steps"] * (bool(runs) and not options.whole_steps)
+        had_whole = any("steps" in x.get("whole", {}) for x in target.old.get("contestants", {}).values())
+        more += ["whole runs, which yours would lack without --whole-steps"] * (had_whole and not options.whole_steps)
         if more:
             fail(f"{target.path} has {', and '.join(more)}: give another --out, or move it away")
     with stoppable(kept), tqdm(total=total, unit="run") as bar:

@@ -1,4 +1,4 @@
-"""A first run, inspecting a run or a pair, and the tables of the README.
+"""A first run, inspecting a run or a pair, and the tables of RESULTS.md.
 
 - `demo`: the command: some minutes of training, with a learning curve at the end.
 - `evaluate`: the command: plays a run's deterministic policy; `follow` does so while it trains; `play` implements both.

@@ -26,9 +26,6 @@ from benchmarks.pools.env_pools import milliseconds, named
 from benchmarks.throughput import backends, ladder, throughput
 
 TABLES, RESULTS = ROOT / "RESULTS.md", ROOT / "benchmarks" / "results"
-FEW_ROUNDS = (
-    "Intervals of two or three rounds are too narrow: in a simulation they held the truth in 76 and 85 % of cases."
-)
 NOTED = RESULTS / "stale.json"  # results that today's code might not reproduce, from ./run.sh stale --note
 BEGIN, END = "<!-- results: made by benchmarks/tools/readme.py -->", "<!-- end of results -->"
 
@@ -162,7 +159,7 @@ def whole_runs(results: list[dict]) -> list[str]:
             rows.setdefault((machine_of(result["provenance"]), names[:-2]), []).append(cells)
     lines = []
     for (machine, peers), cells in rows.items():
-        header = [f"seconds of a whole run, {machine}", "steps", *(throughput.PEER_NAMES[peer] for peer in peers)]
+        header = [f"seconds of a whole run, {machine}", "steps", *map(plots.label, peers)]
         lines += [*table_with_flags([*header, "eager", "compiled"], cells), ""]
     text = """Whole runs are timed once each, from the start of the process to its end, compiled ones with a filled
         cache, ours as a user starts them: with TensorBoard's files and checkpoints, which the peers do not write."""
@@ -181,7 +178,7 @@ def speed_section() -> list[str]:
     kinds = dict(sorted(kinds.items(), key=lambda item: (dates[item[0][0]], item[0][1] != ("rllib",)), reverse=True))
     lines = side_by_side([result for results in kinds.values() for result in results])
     for (machine, peers), results in kinds.items():
-        names = [throughput.PEER_NAMES[peer] for peer in peers]
+        names = list(map(plots.label, peers))
         header = [f"steady environment steps/s, {machine}", "measured", "rounds", *names, "eager", "compiled"]
         header += [f"{own} / {name} [95 %]" for own in ("eager", "compiled") for name in names]
         header += ["compiled / eager [95 %]", "first update, cold / warm (s)", "compiled, % of stepping at random"]
@@ -192,12 +189,11 @@ def speed_section() -> list[str]:
         networks, threads and `--matmul-precision`, as far as the peers allow; beside `--bf16` the peers stay in
         float32, as they have no such flag. None writes TensorBoard's files; SAC and TD3 log every
         200 steps, those of CleanRL and LeanRL as their scripts say; DQN and
-        Ape-X use their final epsilon from the start. Intervals of two or three rounds are too narrow: in a simulation
-        (`tests/test_benchmark_stats.py`), what is called 95 % held the truth in some 76 % of cases with two rounds,
-        85 % with three. From one day to the next the same program can differ by more. First updates are
-        timed once with an empty compile cache (cold); with a filled one (warm) they are the median of the other
-        rounds. Those of SAC and TD3 come after
-        the first steps, in which they act at random. What differs from our script in a peer:""")
+        Ape-X use their final epsilon from the start. Speeds are medians; a ratio is the geometric mean over the
+        rounds, with Student's interval, which is wide if rounds are few. From one day to the next the same program can
+        differ by more. First updates are timed once with an empty compile cache (cold); with a filled one (warm) they
+        are the median of the other rounds. Those of SAC and TD3 come after the first steps, in which they act at
+        random. What differs from our script in a peer:""")
     lines += ["", *peer_differences([result for results in kinds.values() for result in results]), ""]
     pages = sorted(RESULTS.glob("throughput/**/throughput.md"))
     lines += ["Everything that was measured, with peak memory, the time of each part and LeanRL's published figures:"]
@@ -233,7 +229,7 @@ def peer_differences(results: list[dict]) -> list[str]:
     found, texts = {}, {}
     for result in results:
         for peer, text in throughput.all_differences(result).items():
-            name, script, day = throughput.PEER_NAMES[peer], f"`{result['script']}`", result["provenance"]["date"][:10]
+            name, script, day = plots.label(peer), f"`{result['script']}`", result["provenance"]["date"][:10]
             found.setdefault((name, text), {}).setdefault(script, set()).add(day)
             texts.setdefault((name, script), set()).add(text)
     lines = []
@@ -258,8 +254,8 @@ def score_section() -> list[str]:
             rows[-1] += [flags_cell(result["flags"], result["env_id"])]
         lines += [*table_with_flags(header, rows), ""]
         lines += [
-            "The mean over the seeds, with its 95 % interval, which in a simulation held the truth in some 83 % of",
-            "cases with five seeds; a run that never gets there counts with its length, and the mean is a bound.",
+            "The mean over the seeds, with Student's 95 % interval; a run that never gets there counts with its",
+            "length, and the mean is a bound.",
         ]
         lines += ["[All that was measured](benchmarks/results/time_to_score/time_to_score.md).", *sources(results), ""]
     records = load("speedrun/*.json")
@@ -285,7 +281,7 @@ def ladder_section() -> list[str]:
     """The tables of what each trick gives."""
     if not (results := load("ladder/*.json")):
         return []
-    lines = ["From the loop that everybody writes to the compiled script, one trick after the other.", FEW_ROUNDS, ""]
+    lines = ["From a plain loop, as tutorials write it, to the compiled script, one trick after the other.", ""]
     lines += ["![steps per second of each rung](benchmarks/results/ladder/ladder.png)", ""]
     return [*lines, *(line for result in results for line in ladder.section(result)), *sources(results), ""]
 
@@ -300,7 +296,7 @@ def backend_section() -> list[str]:
     for machine, own in sorted(machines.items()):
         lines += [*backends.rows(own), "", f"On {machine}: {backends.verdict(own)}", ""]
     counts = sorted({result["rounds"] for result in results})
-    lines += [f"Rounds: {' or '.join(map(str, counts))}. {FEW_ROUNDS}"]
+    lines += [f"Rounds: {' or '.join(map(str, counts))}."]
     pages = sorted({f"benchmarks/results/{Path(result['file']).parent}/backends.md" for result in results})
     links = " and ".join(f"[{'here' if i else 'How it was measured'}]({page})" for i, page in enumerate(pages))
     lines += paragraph(f"""The eager PPO scripts. SlowCartPole is CartPole whose step takes 3 ms, and
@@ -319,14 +315,10 @@ def gpu_section() -> list[str]:
         others = {name for name, x in same.get(result["script"], {}).items() if not x["equal"]}
         own = {name: x for name, x in result["contestants"].items() if "steps_per_second" in x and name not in others}
         known = {name: x["steps_per_second"] for name, x in own.items()}
-        turns = {name: len(x.get("rounds", ())) for name, x in own.items()}
         ratios = {x["of"]: x for x in result["ratios"] if x["of"] in own}
         if {"leanrl", fastest} <= known.keys():
             ratios["beside LeanRL"] = throughput.ratio(result["contestants"], fastest, "leanrl")
-        gains = {  # of a single turn, there is no spread
-            name: estimate(x["ratio"], x["interval"] if min(turns[x["of"]], turns[x["to"]]) > 1 else None, ".1f")
-            for name, x in ratios.items()
-        }
+        gains = {name: estimate(x["ratio"], x["interval"], ".1f") for name, x in ratios.items()}
         windows += [sum(len(turn["speeds"]) for turn in x["rounds"]) for x in own.values() if "rounds" in x]
         published = getattr(throughput.TABLE.get(result["script"]), "leanrl", None) or {}
         equal = [x["equal"] for x in same.get(result["script"], {}).values()]
@@ -343,8 +335,8 @@ def gpu_section() -> list[str]:
         lines += legend(lines)
         lines += paragraph(f"""Each pair by its default flags; in SAC, TD3 and DQN learning starts after 1,000 steps,
             and DQN explores as at its end. Each speed is of {min(windows, default=0)} to {max(windows, default=0)}
-            windows of 0.3 seconds or more, in one or two turns, between which speeds changed, LeanRL's by up to half:
-            intervals of so few are too narrow by far. The last column counts the combinations of
+            windows of 0.3 seconds or more, in one or two turns, between which speeds changed, LeanRL's by up to half;
+            so intervals are wide. The last column counts the combinations of
             `--compile` and `--cudagraphs` that, after some fifty updates, differ from eager by less than ten times
             what rounding does, or 0.001; one that differs by more has no speed here.""")
         lines += [*sources(found), ""]
@@ -404,8 +396,9 @@ def plural(number: int, noun: str) -> str:
 
 
 def score_of(row: dict) -> str:
-    """A return and its interval, with a decimal if it is small."""
-    return estimate(row["iqm"], row["interval"], ",.0f" if abs(row["iqm"]) >= 100 else ",.1f")
+    """A return and its interval or, over few seeds, all that lies between them; with a decimal if it is small."""
+    form = ",.0f" if abs(row["iqm"]) >= 100 else ",.1f"
+    return estimate(row["iqm"], row["interval"], form) if row["interval"] else spread(np.array(row["scores"]), form)
 
 
 def learning_rows(summary: dict) -> list[list[str]]:
@@ -484,10 +477,10 @@ def learning_section() -> list[str]:
     commits = {commit[:12] + " with uncommitted changes" * commit.endswith("-dirty") for commit in commits}
     lines += paragraph("""Above, below: our interval beside CleanRL's mean ± std, which is of a few runs. No difference
         seen: they overlap, which does not show that they are equal. Of five seeds, an interquartile mean leaves out the
-        lowest and the highest; CleanRL's plain means do not. Intervals over few seeds are too narrow: in a simulation
-        (`tests/test_benchmark_stats.py`) those of five held the truth in 90 % of cases, of three in 75 %, of two in
-        half. A row of two reports has the seeds of both,
-        measured on two machines.""")
+        lowest and the highest; CleanRL's plain means do not. Intervals are a little too narrow: in a simulation
+        (`tests/test_benchmark_stats.py`) those of five seeds held the truth in 90 % of cases. Fewer seeds have no
+        interval, but the lowest and the highest return. A row of two reports has the seeds of both, measured on two
+        machines.""")
     return [*lines, f"Commits of the runs: {', '.join(sorted(commits))}.", ""]
 
 
@@ -520,11 +513,11 @@ def search_section() -> list[str]:
     return [*table(header, rows), "", *same, *sources(results), ""] if rows else []
 
 
-def spread(values: np.ndarray) -> str:
+def spread(values: np.ndarray, form: str = ".0f") -> str:
     """The interquartile mean and its interval or, for fewer than five values, their range."""
     if len(values) < report.MIN_SEEDS:
-        return " to ".join(dict.fromkeys(f"{x:.0f}" for x in (values.min(), values.max())))
-    return estimate(float(stats.iqm(values)), stats.bootstrap([values], stats.pooled_iqm), ".0f")
+        return " to ".join(dict.fromkeys(f"{x:{form}}" for x in (values.min(), values.max())))
+    return estimate(float(stats.iqm(values)), stats.bootstrap([values], stats.pooled_iqm), form)
 
 
 def pool_section() -> list[str]:
@@ -643,8 +636,13 @@ def by_way_of_compiled(result: dict, beside: dict) -> dict[str, tuple[float, lis
     steps = throughput.ratio(result["contestants"], ours, "sb3")
     names = [name for name in CLONES if "steps_per_second" in beside["contestants"].get(name, {})]
     found = {name: throughput.ratio(beside["contestants"], name, ours) for name in names}
-    ends = {name: [a * b for a, b in zip(x["interval"], steps["interval"], strict=True)] for name, x in found.items()}
-    return {name: (x["ratio"] * steps["ratio"], ends[name]) for name, x in found.items()}
+    pairs = {name: zip(ends_of(x), ends_of(steps), strict=True) for name, x in found.items()}
+    return {name: (x["ratio"] * steps["ratio"], [a * b for a, b in pairs[name]]) for name, x in found.items()}
+
+
+def ends_of(ratio: dict) -> list[float]:
+    """The ends of a ratio's bar: of its interval, if it has one."""
+    return ratio["interval"] or [ratio["ratio"]] * 2
 
 
 def draw_speeds(axis, fresh: list[dict], older: list[dict], beside: dict[str, dict]) -> None:
@@ -658,13 +656,13 @@ def draw_speeds(axis, fresh: list[dict], older: list[dict], beside: dict[str, di
         measured = [name for name, x in result["contestants"].items() if "steps_per_second" in x and name != "sb3"]
         ratios = [throughput.ratio(result["contestants"], name, "sb3") for name in measured]
         name = f"{result['script']}{' †' * (result in older)}\n{result['env_id']}"
-        groups[name] = {x["of"]: (x["ratio"], x["interval"]) for x in ratios}
+        groups[name] = {x["of"]: (x["ratio"], ends_of(x)) for x in ratios}
         if result["script"] in beside and result not in older:
             groups[name] |= by_way_of_compiled(result, beside[result["script"]])
     plots.draw_groups(axis, groups, ".1f")
     axis.axvline(1, color=plots.colour("sb3"), label=plots.label("sb3"))
     axis.legend()
-    title = "Environment steps/s, times those of SB3"
+    title = "Environment steps/s, times those of SB3; 95 % intervals"
     names = [plots.label(name) for name in CLONES if any(name in group for group in groups.values())]
     title += f"\n({', '.join(names)}: of other rounds, scaled by our compiled file)" * bool(names)
     title += f"\n{machine_of(fresh[0]['provenance'])}"
@@ -680,7 +678,7 @@ def draw_times(axis, result: dict) -> None:
     values = [x["mean"] for x in own.values()]
     intervals = [x["interval"] or (x["mean"], x["mean"]) for x in own.values()]
     plots.draw_bars(axis, list(own), values, intervals, prefixes=bounds)
-    title = f"Seconds from the start until {result['script']}\nhas {result['score']:,g} on {result['env_id']}\n"
+    title = f"Seconds from the start until {result['script']}\nhas {result['score']:,g} on {result['env_id']}; 95 %\n"
     title += machine_of(result["provenance"])
     plots.describe_axis(axis, title, "", "")
 
