@@ -809,7 +809,7 @@ def test_runners_that_die_again_and_again_end_the_run(train, tmp_path):
     settings = {"env_id": "Fragile-v0", "env_kwargs": f'{{"path": "{path}"}}', "num_runners": 1, "log_every": 100}
     with mock.patch.object(SCRIPT.Run, "log", plant), pytest.raises(SystemExit) as end:
         train(**settings, total_timesteps=6000)
-    assert "IsADirectoryError" in end.value.code and "3 times without a fragment" in end.value.code
+    assert "IsADirectoryError" in end.value.code and "3 times in a row" in end.value.code
     assert "--resume" in end.value.code and (tmp_path / "run0" / "checkpoint.pt").exists()
 
 
