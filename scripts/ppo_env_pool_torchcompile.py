@@ -1000,7 +1000,7 @@ def light_start():
 
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray, instead: np.ndarray | float = 0) -> None:
-    """Raise a ValueError at NaN or infinity. Where only observations that ended an episode have them, put `instead`."""
+    """Raise a ValueError at NaN or infinity; in observations that terminated an episode, put `instead` there."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
         obs[terminated] = np.where(np.abs(obs) < 3e38, obs, instead)[terminated]

@@ -108,7 +108,7 @@ class Args:
     cpus_per_learner: float = 1.0  # CPU cores that Ray reserves per learner, except for this process
     gpus_per_learner: float = 0.0  # GPUs per learner, except for this process, which uses --device
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
-    runner_restarts: int = 50  # dead runners are replaced, this times --num-runners in all; one more ends the run
+    runner_restarts: int = 50  # replacements of dead runners, for each of --num-runners; one more death ends the run
     fragment_timeout: float = 300.0  # seconds of silence until a runner is replaced; of all, or a learner: the run ends
 
     # PPO
@@ -1231,7 +1231,7 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
 
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray, instead: np.ndarray | float = 0) -> None:
-    """Raise a ValueError at NaN or infinity. Where only observations that ended an episode have them, put `instead`."""
+    """Raise a ValueError at NaN or infinity; in observations that terminated an episode, put `instead` there."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
         obs[terminated] = np.where(np.abs(obs) < 3e38, obs, instead)[terminated]
@@ -1325,7 +1325,7 @@ class Envs:
         try:
             obs, reward, terminated, truncated, infos = self.vector.step(action.reshape(self.action_shape))
             obs = self.flatten(obs)
-            check_finite(obs, reward, terminated, self.last_obs)  # normalization sees it, and knows this one
+            check_finite(obs, reward, terminated, self.last_obs)  # not 0: a normalization may count it
             if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
                 self.note_ends(infos, terminated | truncated)
         except (Exception, SystemExit) as error:  # whatever an environment brings up, or the pipe to a dead worker
@@ -1979,7 +1979,7 @@ class RayRunners(Runners):
         owing -= {self.in_flight[x][0] for x in ready}
         for index in owing:
             if now - self.since[index] > self.args.fragment_timeout and self.last_news > self.since[index]:
-                self.bury(index, TimeoutError(f"no fragment for {self.args.fragment_timeout:g} s, but from others"))
+                self.bury(index, TimeoutError(f"no fragment for {self.args.fragment_timeout:g} s, unlike others"))
                 references, self.deadline = list(self.in_flight), now + self.args.fragment_timeout
         if not ready and time.monotonic() > self.deadline:
             self.stop(f"no runner has done anything for {self.args.fragment_timeout:g} s; {len(self.alive)} are alive")

@@ -55,9 +55,9 @@ RATIOS = {  # what the README says, and which ratio of which result that is
     r"DQN ([\d.]+), PPO [\d.]+ times\)": (f"{ZEN_4}/dqn", "compile", "sbx"),
     r"DQN [\d.]+, PPO ([\d.]+) times\)": (f"{ZEN_4}/ppo_continuous_action", "compile", "sbx"),
     r"which SB3 lacks, SAC has ([\d.]+) times": (f"{ZEN_4}/sac_continuous_action_bf16", "compile", "sb3"),
-    r"its speed, TD3 ([\d.]+), Atari": (f"{ZEN_4}/td3_continuous_action_bf16", "compile", "sb3"),
-    r"its speed, TD3 [\d.]+, Atari ([\d.]+)\.": (f"{ZEN_4}/ppo_atari_envpool_bf16", "compile", "sb3"),
-    r"compiled PPO had ([\d.]+) times that of LeanRL": (
+    r"SB3's speed, TD3 ([\d.]+), Atari": (f"{ZEN_4}/td3_continuous_action_bf16", "compile", "sb3"),
+    r"SB3's speed, TD3 [\d.]+, Atari ([\d.]+)\.": (f"{ZEN_4}/ppo_atari_envpool_bf16", "compile", "sb3"),
+    r"compiled PPO had ([\d.]+) times LeanRL's": (
         f"{EPYC}/ppo_continuous_action_beside_cleanrl",
         "compile",
         "leanrl",

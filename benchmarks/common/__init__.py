@@ -6,7 +6,7 @@
 - `turns`: measures one at a time what was prepared in parallel.
 - `runs`: reads the run folders that the scripts leave.
 - `steady`: steady speed from the lines of a log.
-- `stats`: interquartile means and bootstrap intervals.
+- `stats`: interquartile means, bootstrap and Student's intervals.
 - `results`: where a result comes from, and tables.
 - `plots`: one look for all figures.
 """
