@@ -21,7 +21,7 @@ usage: ./run.sh COMMAND [FLAGS]
   time-to-score [FLAGS] measure how long each takes to a good policy, compiling included; --tasks, --variants, --peers
   speedrun PAIR ENV     measure how long settings of one's own take to it, for the board; --score, --flags="...", --name
   backends [FLAGS]      measure which way to step environments is fastest, and whether the scripts choose it; --env-ids
-  ladder [FLAGS]        measure what each trick gives, from the loop that everybody writes to the compiled script
+  ladder [FLAGS]        measure what each trick gives, from a plain loop to the compiled script
   inference [FLAGS]     measure how fast each network acts, by each way to run it; --networks, --paths, --batch-sizes
   rollout [FLAGS]       measure how fast environments are sampled, the policy compiled or not; --compile-actor
   env-pools [FLAGS]     measure pools of slow Python environments beside their models; --parts, --sizes, --rounds

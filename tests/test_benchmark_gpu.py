@@ -450,6 +450,24 @@ def test_the_speed_of_a_contestant_is_the_median_of_all_its_turns(tmp_path):
     assert one.result()["steps_per_second"] == 3 and one.result()["quartiles"] == [2, 4]
 
 
+def test_a_turn_without_a_window_keeps_its_place_among_the_rounds(tmp_path, monkeypatch):
+    """Else the turns after it would be paired with the other contestants' turns before theirs."""
+    contestants = {name: contestant(tmp_path / name, window=0.2) for name in ("eager", "compile")}
+    cut = iter([[], [100.0], [200.0], [400.0], [30.0], [90.0]])  # of eager's three turns, then of compile's
+    monkeypatch.setattr(gpu_speed.steady, "cut", lambda *_: np.array(next(cut)))
+    monkeypatch.setattr(gpu_speed, "PATIENCE", 0.0)
+    for one in contestants.values():
+        turns.prepare([one], 1, 20.0, time.perf_counter() + 20)
+        for _ in range(3):
+            one.take_turn(10.0)
+        one.child.kill()
+    own = {name: one.result() for name, one in contestants.items()}
+    assert [len(x["speeds"]) for x in own["eager"]["rounds"]] == [0, 1, 1]
+    assert own["eager"]["steps_per_second"] == 150 and "failed" not in own["eager"]
+    ratio = gpu_speed.throughput.ratio(own, "compile", "eager")["ratio"]
+    assert ratio == pytest.approx((30 / 100 * 90 / 200) ** 0.5)  # the second and third rounds
+
+
 def test_blocks_of_calls_alternate(monkeypatch):
     """A B B A, as many calls in each as fit; the processor time is that of a call."""
     order = []

@@ -70,7 +70,7 @@ def student_interval(values: Sequence[float]) -> list[float] | None:
 
 
 def ratio_of_rounds(numerator: Sequence[float], denominator: Sequence[float]) -> tuple[float, list[float] | None]:
-    """Ratio of two contestants' speeds over paired rounds, each (rounds,), and its 95 % interval, if there are two.
+    """Ratio of two contestants' speeds over paired rounds, each (rounds,), and its 95 % interval from two rounds on.
 
     It is the geometric mean of the ratios within the rounds, whose logarithms are taken as normal: what slows down the
     machine for a whole round cancels, and however many windows a round has, it counts once.

@@ -64,8 +64,9 @@ Settings of our own scripts that reach a score with at least {SHARE:.0%} of {SEE
 from the start of the process, imports and compiling included, until the mean return of the last 100 training episodes
 reaches the score; a run that never does counts with its whole length, and makes the mean a bound ("≥"). "Times as fast"
 are ratios of the seconds for each that got there: the time of all runs by the number of those. Beside a contestant that
-never got there, its mean time until it was ended counts, and the ratio is a bound, too. In a simulation with ten seeds
-(`tests/test_benchmark_stats.py`), what is called their 95 % interval held the truth in some 88 % of cases. The task is
+never got there, its mean time until it was ended counts, and the ratio is a bound, too. Means have Student's
+intervals. Those of ratios, by the bootstrap, are too narrow: in a simulation with ten seeds
+(`tests/test_benchmark_stats.py`), what is called 95 % held the truth in some 88 % of cases. The task is
 unchanged, and the seeds are not those by which the settings were found. Beside each, in turns on the same machine, its
 pair at the default flags and Stable-Baselines3 as its users start it, where that was measured.
 """.strip()

@@ -6,6 +6,6 @@
 - `ceilings`: the environment alone, and where the time of the loop goes, by sampling the running loop.
 - `device_use`: how busy a script keeps a GPU, and with what.
 - `gpu_speed`: the speed of a pair's variants within a minute or two; they take turns, the others frozen meanwhile.
-- `ladder`, `rungs`: the command: what each trick gains, from the loop that everybody writes to the compiled script.
+- `ladder`, `rungs`: the command: what each trick gains, from a plain loop to the compiled script.
 - `parity`: whether the variants of a pair compute the same.
 """

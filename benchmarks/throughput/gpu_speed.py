@@ -19,6 +19,7 @@ from benchmarks.throughput import throughput
 
 PIECES = 5  # parts of a turn; the speed of each is a window
 PUBLISHED_EVERY = 60.0  # seconds between two publications of what was measured so far
+NO_WINDOW = "no window of steady speed"
 PATIENCE = 4.0  # how long a contestant may stay awake until it has written enough, as a multiple of a turn
 
 
@@ -32,6 +33,10 @@ class Contestant(turns.Contestant):
         3.0  # seconds of learning before the first turn; LeanRL's runs got faster by half in their first eight
     )
     rounds: list[dict] = field(default_factory=list)  # one for each turn; `speeds` are the steps/s of its windows
+
+    @property
+    def is_measured(self) -> bool:
+        return any(x["speeds"] for x in self.rounds)
 
     def lines(self) -> list[dict]:
         return runs.read_lines(self.log)[0]
@@ -64,13 +69,13 @@ class Contestant(turns.Contestant):
                 break
             self.child.wait(self.window / 10)
         self.child.freeze()
-        if len(speeds):
-            self.rounds.append({"speeds": speeds.tolist()})
+        # A turn without a window is kept, for ratios pair the contestants' turns by their number
+        self.rounds.append({"speeds": speeds.tolist()} | ({} if len(speeds) else {"failed": NO_WINDOW}))
 
     def result(self) -> dict:
         """Median speed with quartiles, and why there is none or why measuring ended early, if so."""
         failed = {"failed": turns.without_paths(self.error)} if self.error else {}
-        if not self.rounds:
+        if not self.is_measured:
             return failed
         low, median, high = np.quantile(np.concatenate([x["speeds"] for x in self.rounds]), [0.25, 0.5, 0.75]).tolist()
         return {"steps_per_second": median, "quartiles": [low, high], "rounds": self.rounds, **failed}
@@ -78,7 +83,7 @@ class Contestant(turns.Contestant):
 
 def result_of(script: str, contestants: dict[str, Contestant], device: str) -> dict:
     """The results so far of a pair's contestants, with their ratios to eager."""
-    own = {name: x.result() for name, x in contestants.items() if x.rounds or x.error}
+    own = {name: x.result() for name, x in contestants.items() if x.is_measured or x.error}
     measured = [name for name, x in own.items() if "steps_per_second" in x]
     ratios = [throughput.ratio(own, name, "eager") for name in measured if name != "eager" and "eager" in measured]
     result = {"script": script, "env_id": fields_of(script)["env_id"].default, "flags": "", "device": device}
@@ -94,15 +99,15 @@ def measure(
 ) -> None:
     """Measure the contestants of all pairs within so many seconds; `on_change` gets the results now and then.
 
-    Contestants that do not fit into memory together are measured in further groups. Computing the intervals takes as
-    long as many turns, with everything frozen meanwhile, so it is done at most once a minute, and at the end.
+    Contestants that do not fit into memory together are measured in further groups. Everything is frozen while results
+    are published, so that is done at most once a minute, and at the end.
     """
     everyone, slots = [x for own in pairs.values() for x in own.values()], processes.free_slots(processes.SCRIPT_MEMORY)
     share, published = seconds / -(-len(everyone) // slots), time.perf_counter()
 
     def publish() -> None:
         nonlocal published
-        seen = {script: own for script, own in pairs.items() if any(x.rounds or x.error for x in own.values())}
+        seen = {script: own for script, own in pairs.items() if any(x.is_measured or x.error for x in own.values())}
         on_change([result_of(script, own, device) for script, own in seen.items()])
         published = time.perf_counter()
 
@@ -113,6 +118,6 @@ def measure(
     for i in range(0, len(everyone), slots):
         group = everyone[i : i + slots]
         turns.take_turns(group, min(len(group), num_cores()), share, share, on_turn, rounds)
-        for contestant in [x for x in group if not x.rounds]:
-            contestant.error = contestant.error or "no window of steady speed"
+        for contestant in [x for x in group if not x.is_measured]:
+            contestant.error = contestant.error or NO_WINDOW
     publish()

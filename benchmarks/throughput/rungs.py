@@ -6,8 +6,8 @@
 The second command trains all rungs for about fifty updates and compares what they learn with the eager script.
 
 A trick is removed from a script at run time, by replacing some of its lines and rebinding some of its names. The lowest
-rung lacks all tricks and is the loop that everybody writes; each rung above adds one trick; the top is the compiled
-script as it stands. All of them learn the same numbers, up to rounding.
+rung lacks all tricks and is a plain loop, as tutorials write it; each rung above adds one trick; the top is the
+compiled script as it stands. All of them learn the same numbers, up to rounding.
 """
 
 import json
@@ -124,7 +124,7 @@ def move_one_by_one(targets: list[torch.Tensor], weights: list[torch.Tensor], ta
         old.copy_((1 - tau) * old + tau * new)
 
 
-BASE = Trick("the loop that everybody writes")
+BASE = Trick("a plain loop")
 IN_PROCESS = Trick("no vector wrapper around one environment", names={"SyncEnvs": gym.vector.SyncVectorEnv})
 FUSED_ADAM = Trick("Adam's fused kernel without `torch.optim`", names={"Adam": OptimAdam})
 COMPILED = Trick("`torch.compile`, the graph broken at the gradient", is_compiled=True)

@@ -178,7 +178,7 @@ def summarize(results: list[dict]) -> dict:
 
 
 def ratio(contestants: dict[str, dict], of: str, to: str) -> dict:
-    """Ratio of two contestants' speeds over the rounds in which neither failed, with its interval if those are two."""
+    """Ratio of two contestants' speeds over the rounds in which neither failed, with an interval from two rounds on."""
     rounds = zip(contestants[of]["rounds"], contestants[to]["rounds"], strict=False)  # on a GPU, one may have more
     both = [(own["speeds"], other["speeds"]) for own, other in rounds if "failed" not in own | other]
     medians = [tuple(map(np.median, speeds)) for speeds in both]

@@ -664,7 +664,7 @@ def draw_speeds(axis, fresh: list[dict], older: list[dict], beside: dict[str, di
     axis.legend()
     title = "Environment steps/s, times those of SB3; 95 % intervals"
     names = [plots.label(name) for name in CLONES if any(name in group for group in groups.values())]
-    title += f"\n({', '.join(names)}: of other rounds, scaled by our compiled file)" * bool(names)
+    title += f"\n({', '.join(names)}: of other rounds, scaled by our compiled file; bars too wide)" * bool(names)
     title += f"\n{machine_of(fresh[0]['provenance'])}"
     title += "\n†: by older code than today's" * bool(older)
     plots.describe_axis(axis, title, "", "")
