@@ -104,7 +104,7 @@ class Args:
     gpus_per_runner: float = 0.0  # GPUs per runner; may be fractional; policies on frames then run there
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
     runner_restarts: int = 50  # replacements of dead runners, for each of --num-runners; one more death ends the run
-    fragment_timeout: float = 300.0  # seconds of silence until a runner is replaced; of all, or a learner: the run ends
+    fragment_timeout: float = 300.0  # seconds until a silent runner is replaced; if all are silent, the run ends
 
     # A2C, A3C
     sync_gradients: bool = True  # A2C: one step with the mean gradient of all runners; else A3C: one step per gradient
@@ -403,7 +403,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return policy
 
 
-# ---- Plumbing: all below is the same text in every script that has it ---------------------------------------------
+# ---- Plumbing: no part of the algorithm, and nearly all the same text in every script that has it -----------------
 
 
 class EpisodeStatistics:

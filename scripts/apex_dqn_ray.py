@@ -103,7 +103,7 @@ class Args:
     gpus_per_runner: float = 0.0  # GPUs per runner; may be fractional; policies on frames then run there
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
     runner_restarts: int = 50  # replacements of dead runners, for each of --num-runners; one more death ends the run
-    fragment_timeout: float = 300.0  # seconds of silence until a runner is replaced; of all, or a learner: the run ends
+    fragment_timeout: float = 300.0  # seconds until a silent runner is replaced; all runners, or a shard, end the run
 
     # Ape-X
     fragment_steps: int = 64  # steps of each environment in a fragment
@@ -410,7 +410,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return policy
 
 
-# ---- Plumbing: all below is the same text in every script that has it ---------------------------------------------
+# ---- Plumbing: no part of the algorithm, and nearly all the same text in every script that has it -----------------
 
 
 class EpisodeStatistics:

@@ -205,7 +205,7 @@ def train(args: Args) -> Path:
             run.num_updates += 1
             if run.step > first_update:
                 losses = update()
-            if run.num_updates % updates_per_move == 0:
+            if run.num_updates % updates_per_move == 0:  # too rare to be worth a place in `update`
                 layer_buffers = zip(target_network.buffers(), network.buffers(), strict=True)
                 move_towards(list(target_network.parameters()), list(network.parameters()), args.tau, layer_buffers)
         if collector is not network:
@@ -229,7 +229,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return lambda obs: envs.action_space.start + q_values(obs).argmax(1)
 
 
-# ---- Plumbing: all below is the same text in every script that has it ---------------------------------------------
+# ---- Plumbing: no part of the algorithm, and nearly all the same text in every script that has it -----------------
 
 
 def free_memory(device: torch.device) -> float:

@@ -308,7 +308,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return lambda obs: envs.action_space.start + policy(obs).argmax(1)
 
 
-# ---- Plumbing: all below is the same text in every script that has it ---------------------------------------------
+# ---- Plumbing: no part of the algorithm, and nearly all the same text in every script that has it -----------------
 
 
 class EpisodeStatistics:

@@ -368,7 +368,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return policy
 
 
-# ---- Plumbing: all below is the same text in every script that has it ---------------------------------------------
+# ---- Plumbing: no part of the algorithm, and nearly all the same text in every script that has it -----------------
 
 
 class EpisodeStatistics:
@@ -557,20 +557,21 @@ class Envs:
         if args.env_id not in games:
             near = difflib.get_close_matches(args.env_id.removeprefix("ALE/").replace("NoFrameskip-v4", "-v5"), games)
             fail(f"no Atari game {args.env_id} in EnvPool" + bool(near) * f"; close to it: {', '.join(near)}")
-        self.infos = {}
+        self.backend, self.infos = "envpool", {}
         self.num_envs, self.num_pools = len(seeds), 2 if args.async_envs and len(seeds) % 2 == 0 else 1
         names = ("episodic_life", "reward_clip", "frame_skip", "repeat_action_probability", "full_action_space")
         settings = {name: getattr(args, name) for name in names}
         size = settings["num_envs"] = len(seeds) // self.num_pools
         settings["num_threads"] = min(size, num_cores())  # EnvPool's default ignores the affinity
         parts = [seeds[i * size : (i + 1) * size] for i in range(self.num_pools)]
+        self.summary = f"environments: {len(seeds)} by envpool, in {self.num_pools} pool{'s' * (self.num_pools > 1)}"
         tasks = Path("/proc/self/task")  # the threads of this process, on Linux
         threads = set(os.listdir(tasks)) if tasks.exists() else set()
         try:
             settings |= without(json.loads(args.env_kwargs), {"seed", "batch_size", *settings} - {"num_threads"})
             self.pools = [envpool.make_gymnasium(args.env_id, seed=part, **settings) for part in parts]
         except Exception as error:  # anything a constructor may raise
-            hint = "; EnvPool's are others than Gymnasium's" * (getattr(self, "backend", None) == "envpool")
+            hint = "; EnvPool's are others than Gymnasium's"
             fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}{hint}")
         for thread in set(os.listdir(tasks)) - threads if tasks.exists() else ():
             # The policy's thread has priority, since all games wait for it

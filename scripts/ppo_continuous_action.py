@@ -327,7 +327,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return torch.no_grad()(lambda obs: agent(torch.tensor(obs_norm(obs), dtype=torch.float))[0].numpy().clip(low, high))
 
 
-# ---- Plumbing: all below is the same text in every script that has it ---------------------------------------------
+# ---- Plumbing: no part of the algorithm, and nearly all the same text in every script that has it -----------------
 
 
 class RunningNorm:

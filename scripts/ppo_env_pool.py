@@ -382,7 +382,7 @@ def load_policy(checkpoint: dict, pool: "Pool"):
     return lambda obs: policy(obs.astype(np.float32)).clip(space.low.reshape(-1), space.high.reshape(-1))
 
 
-# ---- Plumbing: all below is the same text in every script that has it ---------------------------------------------
+# ---- Plumbing: no part of the algorithm, and nearly all the same text in every script that has it -----------------
 
 
 class TorchNumbers:
@@ -852,6 +852,7 @@ class Pool:
         self.args, self.seeds, self.num_envs, self.spaces = args, seeds, len(seeds), None
         self.step_seconds = args.step_timeout * args.envs_per_worker  # a worker steps its environments in turn
         self.infos, self.stop = defaultdict(list), fail  # `Run.open` puts a gentler way to stop here
+        self.backend, self.summary = "gymnasium", f"environments: {len(seeds)} by gymnasium, in worker processes"
         self.lost = np.zeros(self.num_envs, dtype=bool)
         self.context = multiprocessing.get_context(args.start_method)
         if args.start_method == "forkserver":

@@ -318,7 +318,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return policy
 
 
-# ---- Plumbing: all below is the same text in every script that has it ---------------------------------------------
+# ---- Plumbing: no part of the algorithm, and nearly all the same text in every script that has it -----------------
 
 
 def free_memory(device: torch.device) -> float:

@@ -275,7 +275,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return torch.no_grad()(lambda obs: actor(torch.from_numpy(obs.astype(np.float32))).numpy().clip(*bounds))
 
 
-# ---- Plumbing: all below is the same text in every script that has it ---------------------------------------------
+# ---- Plumbing: no part of the algorithm, and nearly all the same text in every script that has it -----------------
 
 
 def free_memory(device: torch.device) -> float:

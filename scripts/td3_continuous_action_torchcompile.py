@@ -59,7 +59,7 @@ import tyro
 from tensordict import from_modules  # compile: these make critics one stack, functions one CUDA graph each
 from tensordict.nn import CudaGraphModule, TensorDictParams
 from torch import Tensor, nn
-from torch.func import functional_call, stack_module_state
+from torch.func import functional_call, stack_module_state  # compile: these run the stack as one network
 from tqdm import tqdm
 
 
@@ -302,7 +302,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return torch.no_grad()(lambda obs: actor(torch.from_numpy(obs.astype(np.float32))).numpy().clip(*bounds))
 
 
-# ---- Plumbing: all below is the same text in every script that has it ---------------------------------------------
+# ---- Plumbing: no part of the algorithm, and nearly all the same text in every script that has it -----------------
 
 
 def free_memory(device: torch.device) -> float:

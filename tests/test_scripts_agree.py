@@ -19,9 +19,10 @@ from benchmarks.common.pairs import TABLE
 OWN_NAMES = {"Args", "ActorCritic", "Actor", "Critic", "QNetwork", "Runner", "load_policy", "train"}
 # Args whose help differs for a reason: the kind of actions; PPO trains in whole rollouts; between two updates of target
 # networks DQN counts steps, SAC updates; what a graph comprises; who steps environments while others act; the symbols
-# of a paper; what a learner's share is; which layers are rounded; what else waits for the actor; what acts at random
+# of a paper; what a learner's share is; which layers are rounded; what else waits for the actor; what acts at random;
+# which other processes there are over Ray
 OWN_HELP = {"env_id", "total_timesteps", "target_network_frequency", "compile", "cudagraphs", "async_envs"}
-OWN_HELP |= {"ent_coef", "vf_coef", "num_learners", "bf16", "policy_frequency", "learning_starts"}
+OWN_HELP |= {"ent_coef", "vf_coef", "num_learners", "bf16", "policy_frequency", "learning_starts", "fragment_timeout"}
 # What a twin may write in another way; over Ray, a learner is made in several processes
 CHANGED = {"Args", "train", "make_learner", "make_gradient"}
 # Compiled twins alone have these, the same text in all of them: to compile with one set of options, and to refuse what
@@ -30,7 +31,8 @@ OF_TWINS = {"compiled", "check_adam", "is_own", "attributes_of", "length", "read
 OF_TWINS |= {"tensors_only", "check_equal", "check_places", "is_set", "steps_differ"}
 OF_STACKED = {"check_stack", "Stack", "transposed"}  # in twins whose critics are stacked
 MOST_IN_TRAIN = 135
-RULE = "# ---- Plumbing: all below is the same text in every script that has it ".ljust(117, "-")
+RULE = "# ---- Plumbing: no part of the algorithm, and nearly all the same text in every script that has it "
+RULE = RULE.ljust(117, "-")
 HEADINGS = (
     ["Collect", "Estimate advantages", "Learn", "Log"],  # on-policy
     ["Act", "Step the environment", "Learn", "Log"],  # off-policy
