@@ -262,7 +262,8 @@ def score_section() -> list[str]:
     if records:
         lines += [
             "The speedrun board: the fastest settings of our own scripts that reach a score with 9 of 10 seeds. Times",
-            "as fast: by the seconds of all runs, also of those that did not get there, for each one that did.",
+            "as fast: by the seconds of all runs, also of those that did not get there, for each one that did. In a",
+            "simulation with ten seeds, what is called the 95 % interval of such a ratio held the truth in 88 %.",
             "",
         ]
         lines += [*speedrun.board(records), "[How each was measured](benchmarks/results/speedrun/speedrun.md).", ""]
