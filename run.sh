@@ -22,6 +22,7 @@ usage: ./run.sh COMMAND [FLAGS]
   speedrun PAIR ENV     measure how long settings of one's own take to it, for the board; --score, --flags="...", --name
   backends [FLAGS]      measure which way to step environments is fastest, and whether the scripts choose it; --env-ids
   ladder [FLAGS]        measure what each trick gives, from a plain loop to the compiled script
+  limits [FLAGS]        measure how near the compiled scripts are to what the machine could do
   inference [FLAGS]     measure how fast each network acts, by each way to run it; --networks, --paths, --batch-sizes
   rollout [FLAGS]       measure how fast environments are sampled, the policy compiled or not; --compile-actor
   env-pools [FLAGS]     measure pools of slow Python environments beside their models; --parts, --sizes, --rounds
@@ -106,7 +107,7 @@ command=${1:-help}
 help=
 case "$command $* " in test\ *) ;; *" --help "* | *" -h "*) help=yes ;; esac
 case $command in
-  demo | diff | evaluate | ladder | readme | report | stale | sweep)
+  demo | diff | evaluate | ladder | limits | readme | report | stale | sweep)
     install requirements
     # Only a sweep starts scripts: in other commands, `_ray` is part of a path
     case "$command $* " in sweep*_ray* | sweep*" --ray-address"* | sweep*" --ray_address"*) install requirements-ray ;; esac

@@ -21,6 +21,7 @@ COMMANDS = {
     "gpu": "benchmarks.gpu",
     "inference": "benchmarks.acting.inference",
     "ladder": "benchmarks.throughput.ladder",
+    "limits": "benchmarks.throughput.limits",
     "readme": "benchmarks.tools.readme",
     "report": "benchmarks.learning.report",
     "rollout": "benchmarks.acting.rollout",

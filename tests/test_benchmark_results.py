@@ -16,12 +16,13 @@ from benchmarks.common.programs import ROOT, check_once, split_flags
 from benchmarks.common.results import Target, machine_folder, provenance, say_written
 from benchmarks.learning import speedrun, sweep, time_to_score
 from benchmarks.pools import env_pools, scaling
-from benchmarks.throughput import backends, device_use, gpu_speed, ladder, throughput
+from benchmarks.throughput import backends, device_use, gpu_speed, ladder, limits, throughput
 from benchmarks.throughput.ceilings import SECTIONS
 
 CHECKS = {
     "throughput": lambda out: throughput.main(throughput.Options(("ppo",), out=out)),
     "ladder": lambda out: ladder.main(ladder.Options(out=out)),
+    "limits": lambda out: limits.main(limits.Options(out=out)),
     "backends": lambda out: backends.main(backends.Options(out=out)),
     "inference": lambda out: inference.main(inference.Options(("ppo",), out=out)),
     "time_to_score": lambda out: time_to_score.main(time_to_score.Options(("ppo:CartPole-v1",), peers=(), out=out)),

@@ -45,6 +45,7 @@ def test_reasons(source, monkeypatch):
     ("path", "names", "files"),
     [
         ("ladder/ppo.json", ["eager"], ["rungs.py"]),
+        ("limits/ppo.json", [], ["limits.py"]),
         ("throughput/ppo.json", ["eager", "sb3"], ["peers.py"]),
         ("throughput/ppo_atari_envpool_bf16.json", ["compile", "sb3"], ["peers.py", "peer_envpool.py"]),
         ("throughput/ppo_atari_envpool.json", ["eager"], []),

@@ -23,7 +23,7 @@ from benchmarks.common.results import commit_of, estimate, machine_of, table
 from benchmarks.learning import report, speedrun, time_to_score, tune
 from benchmarks.pools import env_pools, scaling
 from benchmarks.pools.env_pools import milliseconds, named
-from benchmarks.throughput import backends, ladder, throughput
+from benchmarks.throughput import backends, ladder, limits, throughput
 
 TABLES, RESULTS = ROOT / "RESULTS.md", ROOT / "benchmarks" / "results"
 NOTED = RESULTS / "stale.json"  # results that today's code might not reproduce, from ./run.sh stale --note
@@ -285,6 +285,14 @@ def ladder_section() -> list[str]:
     lines = ["From a plain loop, as tutorials write it, to the compiled script, one trick after the other.", ""]
     lines += ["![steps per second of each rung](benchmarks/results/ladder/ladder.png)", ""]
     return [*lines, *(line for result in results for line in ladder.section(result)), *sources(results), ""]
+
+
+def limit_section() -> list[str]:
+    """The tables of how near the compiled scripts are to the machine's limits."""
+    if not (results := load("limits/*.json")):
+        return []
+    lines = [*paragraph(limits.INTRODUCTION), "", *limits.tables(results)]
+    return [*lines, "[How it was measured](benchmarks/results/limits/limits.md).", *sources(results), ""]
 
 
 def backend_section() -> list[str]:
@@ -573,7 +581,8 @@ def render(text: str) -> str:
 # Chapters of RESULTS.md; one without results is left out
 SECTIONS = {
     "Steps per second": speed_section, "On a GPU": gpu_section, "Time to a score": score_section,
-    "What each trick gives": ladder_section, "Ways to step environments": backend_section,
+    "What each trick gives": ladder_section, "What the machine could do": limit_section,
+    "Ways to step environments": backend_section,
     "Returns": learning_section, "Searches for settings": search_section, "Ways to act": inference_section,
     "Sampling with a compiled policy": rollout_section, "Pools of slow environments": pool_section,
     "Many machines": scaling_section,
@@ -688,7 +697,13 @@ def write_summaries(results: Path) -> None:
     """Write the Markdown and the figures below a folder of results."""
     draw_overview(results)
     rooms = {"throughput": throughput, "inference": inference, "rollout": rollout, "env_pools": env_pools}
-    rooms |= {"time_to_score": time_to_score, "speedrun": speedrun, "ladder": ladder, "scaling": scaling}
+    rooms |= {
+        "time_to_score": time_to_score,
+        "speedrun": speedrun,
+        "ladder": ladder,
+        "scaling": scaling,
+        "limits": limits,
+    }
     rooms |= {"backends": backends}
     for name, room in rooms.items():
         room.write_summary(results / name)

@@ -151,6 +151,7 @@ def makers(path: Path, result: dict) -> list[str]:
     if path.stem == "scaling" and result.get("settings", {}).get("script") != "ppo_ray":
         found += ["scripts/ppo_ray.py"]  # its rows of one node
     found += ["benchmarks/pools/sleeping.py"] * ("backends" in path.parts and path.stem.startswith("Slow"))
+    found += [f"{room}/limits.py"] * (path.parent.name == "limits")
     return found + [f"{room}/rungs.py"] * (path.parent.name == "ladder")
 
 
