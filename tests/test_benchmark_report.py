@@ -405,3 +405,18 @@ def test_a_report_does_not_replace_what_is_none(tmp_path, capsys):
     (tmp_path / "report.json").write_text('{"trials": []}')
     assert "is no report" in refusal(report.main, report.Options((tmp_path / "runs",), tmp_path), capsys)
     assert (tmp_path / "report.json").read_text() == '{"trials": []}'
+
+
+def test_points_on_the_way_are_round_numbers():
+    """Up, so that the last one includes a run's end, but for a last rollout that passed its budget by a little."""
+    known = {
+        1_000_351: 1e6,
+        250_088: 250_000,
+        1_049_000: 1.1e6,
+        397_897: 400_000,
+        33.97: 34,
+        34.1: 34,
+        34.2: 35,
+        0.8: 0.8,
+    }
+    assert {x: report.rounded_up(x) for x in known} == known

@@ -259,9 +259,9 @@ def recent_return(run: runs.Run, start: float, position: str) -> float:
 
 
 def rounded_up(x: float) -> float:
-    """To two digits."""
+    """To two digits; down if that leaves out less than 1 %, as runs end in whole rollouts: 1,000,351 is a million."""
     unit = 10 ** (math.floor(math.log10(x)) - 1)
-    return float(f"{math.ceil(x / unit - 1e-6) * unit:.2g}")
+    return float(f"{math.ceil(x / unit - 0.1) * unit:.2g}")
 
 
 def add_milestones(rows: list[dict], panels: dict[tuple[str, str], dict[str, list[runs.Run]]]) -> None:
