@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 from tqdm import tqdm
 
-from benchmarks.common import processes, stats
+from benchmarks.common import processes, stats, steady
 from benchmarks.common.programs import (
     SCRIPTS,
     check_known,
@@ -211,7 +211,7 @@ def measure_round(script: str, options: Options, cache: Path, turn: int) -> tupl
     limits = throughput.Options(seconds=options.seconds, timeout=options.timeout)
     flags = ["--no-tensorboard", *same_phase(script), *often_logged(script), "--seed", str(turn + 1)]
     program = [sys.executable, "-m", "benchmarks.throughput.ceilings", "env", str(SCRIPTS / f"{script}.py"), *flags]
-    alone = throughput.Options(seconds=options.seconds / 4, timeout=options.timeout)
+    alone = throughput.Options(seconds=max(options.seconds / 4, 2 * steady.WINDOW), timeout=options.timeout)
     env, _ = throughput.measure(program, alone, ("--total-timesteps", str(10**12)), learns=False)
     own, run = throughput.measure([*command(script, "compile"), *flags], limits, TORCHINDUCTOR_CACHE_DIR=str(cache))
     calls = measured_calls(script, options.timeout)
