@@ -144,13 +144,18 @@ def count_calls(module, flags: list[str]) -> tuple[Counter, int]:
 
 def seconds_of(call: tuple) -> float:
     """Seconds of a call that is made again and again, from Python: the median of several blocks."""
-    func, (args, kwargs) = call
-    args, kwargs = tree_map_only(Layout, Layout.make, (as_lists(args), dict(as_lists(kwargs))))
+    func, args, kwargs = remade(call)
     run, times = (lambda: func(*args, **kwargs)), []
     count = 1 + int(BLOCK_SECONDS / max(timed(run, 3), 1e-7))
     for _ in range(BLOCKS):
         times.append(timed(run, count))
     return float(np.median(times))
+
+
+def remade(call: tuple) -> tuple:
+    """A counted call's (function, arguments, named arguments), with new tensors of the same layouts."""
+    func, (args, kwargs) = call
+    return func, *tree_map_only(Layout, Layout.make, (as_lists(args), dict(as_lists(kwargs))))
 
 
 def as_lists(x):
@@ -170,8 +175,7 @@ def timed(run, count: int) -> float:
 
 def flops_of(call: tuple) -> int:
     """Multiplications and additions of a product."""
-    func, (args, kwargs) = call
-    args, kwargs = tree_map_only(Layout, Layout.make, (as_lists(args), dict(as_lists(kwargs))))
+    func, args, kwargs = remade(call)
     return flop_registry[func.overloadpacket](*args, **kwargs, out_val=func(*args, **kwargs))
 
 
