@@ -205,7 +205,7 @@ def train(args: Args) -> Path:
             run.num_updates += 1
             if run.step > first_update:
                 losses = update()
-            if run.num_updates % updates_per_move == 0:  # too rare to be worth a place in `update`
+            if run.num_updates % updates_per_move == 0:  # by default every 50th: not worth a place in `update`
                 layer_buffers = zip(target_network.buffers(), network.buffers(), strict=True)
                 move_towards(list(target_network.parameters()), list(network.parameters()), args.tau, layer_buffers)
         if collector is not network:

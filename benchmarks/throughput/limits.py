@@ -211,7 +211,7 @@ def measured_calls(script: str, timeout: float) -> dict:
 
 
 def measure_round(script: str, options: Options, cache: Path, turn: int) -> tuple[dict, str]:
-    """(microseconds per step of each part and of a compiled step, the environment's name); `failed` if one failed."""
+    """(microseconds per step of each part and of a compiled step, or `failed`; the environment's name, if known)."""
     limits = throughput.Options(seconds=options.seconds, timeout=options.timeout)
     flags = ["--no-tensorboard", *same_phase(script), *often_logged(script), "--seed", str(turn + 1)]
     program = [sys.executable, "-m", "benchmarks.throughput.ceilings", "env", str(SCRIPTS / f"{script}.py"), *flags]
@@ -221,7 +221,7 @@ def measure_round(script: str, options: Options, cache: Path, turn: int) -> tupl
     calls = measured_calls(script, options.timeout)
     failures = [x["failed"] for x in (env, own, calls) if "failed" in x]
     if failures:
-        return {"failed": failures[0]}, run.env_id if run.lines else "unknown"
+        return {"failed": failures[0]}, run.env_id if run.lines else ""
     times = {"environment": env["speeds"], "compiled": own["speeds"]}
     return {name: 1e6 / float(np.median(x)) for name, x in times.items()} | calls, run.env_id
 
@@ -232,8 +232,9 @@ def measure(script: str, options: Options, bar: tqdm) -> dict:
     with tempfile.TemporaryDirectory() as cache:
         for turn in range(options.rounds):
             bar.set_postfix_str(f"{script}, round {turn + 1}")
-            result, env_id = measure_round(script, options, Path(cache), turn)
+            result, name = measure_round(script, options, Path(cache), turn)
             results.append(result)
+            env_id = name or env_id
             bar.update()
     effort = {"rounds": options.rounds, "seconds": options.seconds}
     return {"script": script, "env_id": env_id, "limits": results, **effort, "provenance": provenance()}
