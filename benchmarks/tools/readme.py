@@ -672,12 +672,10 @@ def draw_speeds(axis, fresh: list[dict], older: list[dict], beside: dict[str, di
     plots.draw_groups(axis, groups, ".1f")
     axis.axvline(1, color=plots.colour("sb3"), label=plots.label("sb3"))
     axis.legend()
-    title = "Environment steps/s, times those of SB3; 95 % intervals"
+    title = f"Environment steps/s, times those of SB3\n{machine_of(fresh[0]['provenance'])}"
     names = [plots.label(name) for name in CLONES if any(name in group for group in groups.values())]
-    title += f"\n({', '.join(names)}: of other rounds, scaled by our compiled file; bars too wide)" * bool(names)
-    title += f"\n{machine_of(fresh[0]['provenance'])}"
-    title += "\n†: by older code than today's" * bool(older)
-    plots.describe_axis(axis, title, "", "")
+    note = "lines: 95 % intervals" + f"; too wide for {' and '.join(names)}, scaled from other rounds" * bool(names)
+    plots.describe_axis(axis, title, note + "\n†: by older code than today's" * bool(older), "")
 
 
 def draw_times(axis, result: dict) -> None:
@@ -688,9 +686,9 @@ def draw_times(axis, result: dict) -> None:
     values = [x["mean"] for x in own.values()]
     intervals = [x["interval"] or (x["mean"], x["mean"]) for x in own.values()]
     plots.draw_bars(axis, list(own), values, intervals, prefixes=bounds)
-    title = f"Seconds from the start until {result['script']}\nhas {result['score']:,g} on {result['env_id']}; 95 %\n"
-    title += machine_of(result["provenance"])
-    plots.describe_axis(axis, title, "", "")
+    title = f"Seconds from the start to a return of {result['score']:,.0f}\n{machine_of(result['provenance'])}"
+    note = f"{result['script']} on {result['env_id']}\nlines: 95 % intervals"
+    plots.describe_axis(axis, title, note, "")
 
 
 def write_summaries(results: Path) -> None:
