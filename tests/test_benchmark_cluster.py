@@ -178,6 +178,7 @@ def test_a_node_with_other_versions_is_refused_by_name(on_cluster, tmp_path):
     assert done.returncode == 1 and "has torch 1.0" in done.stdout and states(tmp_path, 1) == ["failed"]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "auto", "nowhere"])
 def test_an_address_without_a_cluster_is_refused_soon(address, tmp_path):
     pytest.importorskip("ray")
