@@ -129,6 +129,24 @@ def test_ratios_and_intervals_are_those_of_what_was_measured():
                 assert not row["seeds"] or row["interval"] == (ends and pytest.approx(ends, rel=1e-9)), path
 
 
+def test_starts_in_the_readme_are_those_of_the_results():
+    """First updates of all compiled files on a CPU, and when those of four pairs have overtaken the eager ones."""
+    text, firsts, evens = " ".join((ROOT / "README.md").read_text().split()), ([], []), ([], [])
+    four = ("dqn", "ppo", "ppo_continuous_action", "sac_continuous_action", "td3_continuous_action")
+    for path in readme.RESULTS.glob("throughput/**/*.json"):
+        result = json.loads(path.read_text())
+        own, steps = result["contestants"].get("compile", {}), result["break_even_steps"].get("compile", {})
+        for i, key in enumerate(("cold", "warm")):
+            if first := own.get(f"{key}_seconds"):
+                firsts[i].append(first)
+            if path.parent.name == ZEN_4.partition("/")[2] and result["script"] in four and not result["flags"]:
+                evens[i].append(first + steps[key] / own["steps_per_second"])
+    cold, warm = (f"{min(x):.0f} to {max(x):.0f} s" for x in firsts)
+    assert f"compiled file after {cold} or, once its code is cached, {warm}." in text
+    cold, warm = (f"{min(x):.0f} to {max(x):.0f} s" for x in evens)
+    assert f"overtake the eager file after {cold} (cached: {warm})" in text and len(evens[0]) == 9
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
