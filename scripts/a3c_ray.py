@@ -109,7 +109,7 @@ class Args:
     # A2C, A3C
     sync_gradients: bool = True  # A2C: one step with the mean gradient of all runners; else A3C: one step per gradient
     fragment_steps: int = 8  # steps of each environment in a fragment
-    learning_rate: float = 1e-3  # of Adam
+    learning_rate: float = 1.5e-3  # of Adam
     adam_eps: float = 1e-3  # of Adam: a large one damps steps on gradients that are only noise
     anneal_lr: bool = True  # lower the learning rate linearly to zero
     gamma: float = 0.99  # discount factor
