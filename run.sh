@@ -65,7 +65,7 @@ install() (
     flock 9 || true  # a file system without locks
     if [ -e "$stamp" ]; then exit; fi  # another command has just made it
   fi
-  if [ ! -x "$root/.venv/bin/pip" ]; then
+  if ! "$root/.venv/bin/python" -m pip --version > /dev/null 2>&1; then  # missing, or broken off while it was made
     python=$(find_python)
     "$python" -m venv "$root/.venv" || {
       echo "error: $python can't make a virtual environment; on Debian and Ubuntu, install python3-venv" >&2
@@ -74,7 +74,9 @@ install() (
   fi
   echo "installing requirements/$1.txt into .venv" >&2
   find "$root/.venv" -maxdepth 1 -name "requirements*.[0-9]*" ! -name "*.$sum" -delete  # of versions that go now
-  "$root/.venv/bin/pip" install --quiet --disable-pip-version-check -r "$folder/$1.txt" -c "$folder/constraints.txt"
+  # Not .venv/bin/pip, which holds the path at which .venv was made: in a copy, it would install there
+  "$root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$folder/$1.txt" \
+    -c "$folder/constraints.txt"
   touch "$stamp"
 )
 
@@ -84,12 +86,12 @@ install_apart() {
   stamp=$folder/complete.$(cksum < "$file" | cut -d ' ' -f 1)
   if [ -n "$help${!given:-}" ] || [ -e "$stamp" ]; then return; fi
   echo "installing requirements/requirements-$1.txt into .venv-$1" >&2
-  if [ ! -x "$folder/bin/pip" ]; then
+  if ! "$folder/bin/python" -m pip --version > /dev/null 2>&1; then
     python=$(find_python)
     "$python" -m venv "$folder"
   fi
   rm -f "$folder"/complete.*
-  "$folder/bin/pip" install --quiet --disable-pip-version-check -r "$file"
+  "$folder/bin/python" -m pip install --quiet --disable-pip-version-check -r "$file"
   touch "$stamp"
 }
 
@@ -138,7 +140,7 @@ case $command in
   gpu)
     # A machine with a GPU may have no registry to install from, but a Python that has it all
     [ -z "${PYTHON:-}" ] || start "$PYTHON" gpu "$@"
-    install requirements
+    case " $* " in *" correctness "*) install requirements-test ;; *) install requirements ;; esac
     ;;
   test)
     install requirements-test

@@ -432,7 +432,7 @@ class Adam(nn.Module):
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` and the optimizers of torch.optim would do
     nothing: `clip` them before. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`.
-    To begin anew, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers`, of the formula, with 1.
+    To reset it, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers` (of the formula) with 1.
     Weights that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
     """
 

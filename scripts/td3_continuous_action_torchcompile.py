@@ -276,7 +276,7 @@ def train(args: Args) -> Path:
         run.step += num_rows
         num_due = (args.gradient_steps or num_rows) if num_rows and run.step > first_update else 0
         # If the actor does not learn now, ask for the next action already: a GPU learns while the environment steps.
-        # Not before a line of the log: the random numbers of its checkpoint would come after that action's noise
+        # Not where a line of the log is due: its checkpoint would hold the random state after this action's noise
         if 0 < num_due < args.policy_frequency - run.num_updates % args.policy_frequency and not run.is_due():
             courier.ask(obs)
 
@@ -460,7 +460,7 @@ class Adam(nn.Module):
     the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
     Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` and the optimizers of torch.optim would do
     nothing: `clip` them before. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`.
-    To begin anew, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers`, of the formula, with 1.
+    To reset it, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers` (of the formula) with 1.
     Weights that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
     """
 

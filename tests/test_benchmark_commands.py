@@ -14,9 +14,9 @@ from benchmarks import __main__ as commands
 from benchmarks.common import programs
 from benchmarks.tools import diff
 
-# In place of .venv's programs: they say what they are called with
-PYTHON = '#!/bin/sh\necho "in $PWD: $@"\necho "path $PYTHONPATH"\n'
-PIP = '#!/bin/sh\necho "pip $@" >> "$(dirname "$0")/pip.log"\n'
+# In place of .venv's Python: it says what it is called with, or notes it if that is pip
+PIP = '#!/bin/sh\n[ "$1 $2" = "-m pip" ] && { [ "$3" = --version ] || echo "$@" >> "$(dirname "$0")/pip.log"; exit; }\n'
+PYTHON = PIP + 'echo "in $PWD: $@"\necho "path $PYTHONPATH"\n'
 
 
 @pytest.fixture
@@ -26,9 +26,8 @@ def checkout(tmp_path):
     programs = root / ".venv" / "bin"
     for folder in (programs, elsewhere, root / "requirements"):
         folder.mkdir(parents=True)
-    for name, text in (("python", PYTHON), ("pip", PIP)):
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
+    (programs / "python").write_text(PYTHON)
+    (programs / "python").chmod(0o755)
     (root / "run.sh").write_bytes((ROOT / "run.sh").read_bytes())
     for path in (ROOT / "requirements").iterdir():
         (root / "requirements" / path.name).write_bytes(path.read_bytes())
@@ -62,6 +61,8 @@ def test_paths_are_those_of_the_folder_of_the_caller(checkout):
         (("throughput", "--scripts", "ppo"), "requirements"),
         (("throughput", "--peers", "sb3"), "requirements-benchmark"),
         (("tune", "--script", "ppo"), "requirements-tune"),
+        (("gpu", "correctness", "out"), "requirements-test"),
+        (("gpu", "speed", "out"), "requirements"),
         (("test",), "requirements-test"),
     ],
 )
@@ -96,10 +97,10 @@ def test_an_environment_of_a_peer_counts_as_made_only_once_all_is_installed(chec
     """An installation that was cut off leaves a Python in which the peer is missing."""
     programs = checkout.root / ".venv-rllib" / "bin"
     programs.mkdir(parents=True)
-    (programs / "pip").write_text("#!/bin/sh\nexit 1\n")
-    (programs / "pip").chmod(0o755)
+    (programs / "python").write_text('#!/bin/sh\n[ "$3" = --version ]\n')
+    (programs / "python").chmod(0o755)
     assert checkout("throughput", "--peers", "rllib").returncode == 1
-    (programs / "pip").write_text(PIP)
+    (programs / "python").write_text(PYTHON)
     for _ in range(2):
         assert checkout("throughput", "--peers", "rllib").returncode == 0
     (line,) = (programs / "pip.log").read_text().splitlines()

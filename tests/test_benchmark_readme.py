@@ -10,7 +10,7 @@ from matplotlib.image import imread
 
 from benchmarks.common import results, stats
 from benchmarks.common.pairs import TABLE
-from benchmarks.common.programs import ROOT, pairs
+from benchmarks.common.programs import ROOT, SCRIPTS, load_script, pairs
 from benchmarks.common.results import Target, machine_folder, machine_of, provenance
 from benchmarks.learning import report, time_to_score
 from benchmarks.throughput import throughput
@@ -52,9 +52,9 @@ CASCADE_LAKE = "throughput/intel_r_xeon_r_processor_2_50ghz_family_6_model_85"
 RUNNERS = "num_runners_2_envs_per_runner_{}_fragment_steps_32_batch_updates_1_total_timesteps_1000000000"
 RATIOS = {  # what the README says, and which ratio of which result that is
     r"which SB3 lacks, SAC has ([\d.]+) times": (f"{ZEN_4}/sac_continuous_action_bf16", "compile", "sb3"),
-    r"times SB3's, TD3 ([\d.]+), Atari": (f"{ZEN_4}/td3_continuous_action_bf16", "compile", "sb3"),
-    r"times SB3's, TD3 [\d.]+, Atari ([\d.]+)\.": (f"{ZEN_4}/ppo_atari_envpool_bf16", "compile", "sb3"),
-    r"TD3, Zen 3: ([\d.]+)\.": ("ladder/td3_continuous_action", "9", "0"),
+    r"times SB3's speed, TD3 ([\d.]+), Atari": (f"{ZEN_4}/td3_continuous_action_bf16", "compile", "sb3"),
+    r"times SB3's speed, TD3 [\d.]+, Atari ([\d.]+)\.": (f"{ZEN_4}/ppo_atari_envpool_bf16", "compile", "sb3"),
+    r"\(mean of rounds\); TD3, Zen 3: ([\d.]+)\.": ("ladder/td3_continuous_action", "9", "0"),
     r"eager `ppo_ray` is ([\d.]+) times": (f"{EPYC}/ppo_ray", "eager", "rllib"),
     r"--batch-updates 1` (\d+) to \d+\.": (f"{ZEN_4}/impala_ray_{RUNNERS.format(16)}", "eager", "rllib"),
     r"--batch-updates 1` \d+ to (\d+)\.": (f"{ZEN_4}/impala_ray_{RUNNERS.format(4)}", "eager", "rllib"),
@@ -73,15 +73,15 @@ def test_figures_of_the_readme_are_those_of_the_results():
     eager, compiled = ({name: x[i] for name, x in ratios.items() if x} for i in range(2))
     lowest, highest = min(compiled, key=compiled.get), max(compiled, key=compiled.get)
     assert (lowest[:3], highest[:3]) == ("td3", "ppo") and eager["sac_continuous_action"] < 1
-    found = f"have {compiled[lowest]:.1f} (TD3) to {compiled[highest]:.1f} (PPO) times SBX's speed"
-    assert f"{found}, which is above eager SAC's, and " in text
+    found = f"are {compiled[lowest]:.1f} (TD3) to {compiled[highest]:.1f} (PPO) times as fast as SBX, and "
+    assert found in text and "Eager SAC is slower than SBX." in text
     cloned = [name for name in pairs() if "leanrl" in TABLE[name].clones]
     compiled = {name: beside(ZEN_4, f"{name}_beside_cleanrl", "leanrl")[-1] for name in cloned}
     lowest, highest = min(compiled, key=compiled.get), max(compiled, key=compiled.get)
     assert (lowest[:3], highest[:3], len(compiled)) == ("td3", "dqn", 4)
-    assert f"and {compiled[lowest]:.1f} (TD3) to {compiled[highest]:.1f} (DQN) times LeanRL's." in text
+    assert f"and {compiled[lowest]:.1f} (TD3) to {compiled[highest]:.1f} (DQN) times as fast as LeanRL, " in text
     speeds = {x["script"]: x["contestants"] for x in read("gpu/speed")}
-    said = re.findall(r"older code made ([\d,]+) \(SAC\), ([\d,]+) \(TD3\) and ([\d,]+) \(DQN\) steps/s", text)
+    said = re.findall(r"with CUDA graphs made ([\d,]+) \(SAC\), ([\d,]+) \(TD3\) and ([\d,]+) \(DQN\) steps/s", text)
     names = ("sac_continuous_action", "td3_continuous_action", "dqn")
     assert said == [tuple(f"{speeds[name]['compile+cudagraphs']['steps_per_second']:,.0f}" for name in names)]
     times = read("time_to_score/ppo_continuous_action_HalfCheetah-v4")["contestants"]
@@ -142,9 +142,20 @@ def test_starts_in_the_readme_are_those_of_the_results():
             if path.parent.name == ZEN_4.partition("/")[2] and result["script"] in four and not result["flags"]:
                 evens[i].append(first + steps[key] / own["steps_per_second"])
     cold, warm = (f"{min(x):.0f} to {max(x):.0f} s" for x in firsts)
-    assert f"compiled file after {cold} or, once its code is cached, {warm}." in text
+    assert f"a compiled file has it after {cold} or, once its code is cached, {warm}." in text
     cold, warm = (f"{min(x):.0f} to {max(x):.0f} s" for x in evens)
     assert f"overtake the eager file after {cold} (cached: {warm})" in text and len(evens[0]) == 9
+
+
+def test_how_long_a_run_takes_is_by_the_speeds_of_the_results():
+    """In docs/use.md: its steps, those of the script's defaults, by the steps/s of both files on a Zen 4."""
+    rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) \| (.+?) \| (.+?) \|$", (ROOT / "docs/use.md").read_text(), re.M)
+    for name, steps, *said in rows:
+        assert int(steps.replace(",", "")) == load_script(SCRIPTS / f"{name}.py").Args.total_timesteps
+        known = json.loads((readme.RESULTS / ZEN_4 / f"{name}.json").read_text())["contestants"]
+        minutes = [int(steps.replace(",", "")) / known[x]["steps_per_second"] / 60 for x in ("eager", "compile")]
+        assert said == [f"{x / 60:.1f} h" if x > 60 else f"{max(x, 1):.0f} min" for x in minutes], name
+    assert len(rows) == 6
 
 
 def test_the_readme_is_short():
@@ -424,13 +435,16 @@ def test_whole_runs_are_shown_by_machine_in_seconds():
     def result(script: str, **seconds: float) -> dict:
         whole = {name: {"whole": {"steps": 2000, "seconds": x}} for name, x in seconds.items()}
         contestants = {"eager": {}, "compile": {"whole": {"failed": "no end after 9 s"}}, **whole}
+        if "sbx" in whole:
+            whole["sbx"]["whole"]["rounds"] = [50.2, 51, 1060]
         own = {"script": script, "env_id": "CartPole-v1", "flags": "", "contestants": contestants}
         return own | {"provenance": provenance(), "file": "throughput/none.json"}
 
-    lines = readme.whole_runs([result("ppo", eager=12.4, compile=7.6, sb3=81), result("dqn"), result("sac", eager=3)])
+    ppo = result("ppo", eager=12.4, compile=7.6, sb3=81, sbx=51)
+    lines = readme.whole_runs([ppo, result("dqn"), result("sac", eager=3)])
     assert lines[0] == f"| seconds of a whole run, {machine_of(provenance())} | steps | SB3 | SBX | eager | compiled |"
     assert lines[2:4] == [
-        "| `ppo`, CartPole-v1 | 2,000 | 81 | - | 12 | 8 |",
+        "| `ppo`, CartPole-v1 | 2,000 | 81 | 51 (50 to 1,060) | 12 | 8 |",
         "| `sac`, CartPole-v1 | 2,000 | - | - | 3 | - |",
     ]
     assert not readme.whole_runs([result("dqn")])

@@ -233,7 +233,15 @@ def test_a_report_of_fewer_runs_does_not_replace_one_of_more(tmp_path, capsys):
         report.write_report([tmp_path], tmp_path / "out")
     before = (tmp_path / "out/report.md").read_text()
     error = refusal(report.main, report.Options((tmp_path / "1",), tmp_path / "out"), capsys)
-    assert "has 2 runs of ppo on CartPole-v1, yours 1" in error and (tmp_path / "out/report.md").read_text() == before
+    assert "has 2 runs of ppo on CartPole-v1 (eager), yours 1" in error
+    for seed in (1, 2):
+        make_run(tmp_path / f"shorter/{seed}", curve(480, total=250_000), seed=seed, total=250_000)
+        make_run(tmp_path / f"compiled/{seed}", curve(480), seed=seed, total=500_000, **COMPILE)
+    error = refusal(report.main, report.Options((tmp_path / "shorter",), tmp_path / "out"), capsys)
+    assert "has runs of 500,000 steps of ppo on CartPole-v1 (eager), yours 250,000" in error
+    error = refusal(report.main, report.Options((tmp_path / "compiled",), tmp_path / "out"), capsys)
+    assert "has 2 runs of ppo on CartPole-v1 (eager), yours 0" in error
+    assert (tmp_path / "out/report.md").read_text() == before
 
 
 def test_runs_of_different_lengths_are_compared_at_the_shortest(tmp_path):

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -127,12 +128,17 @@ def test_two_commands_do_not_write_to_one_folder(tmp_path):
 
 
 def test_whole_runs_that_were_measured_are_kept(tmp_path, capsys):
-    own = {"contestants": {"eager": contestant(100.0) | {"whole": {"seconds": 1.0, "steps": 5}}}, "flags": ""}
+    """Neither none, nor shorter ones, nor fewer of them stand in for those that are there."""
+    whole = {"seconds": 1.0, "steps": 500, "rounds": [1.0, 1.0]}
+    own = {"contestants": {"eager": contestant(100.0) | {"whole": whole}}, "flags": ""}
     old = own | {"break_even_steps": {}, "rounds": 1, "provenance": provenance()}
     (folder := machine_folder(tmp_path)).mkdir(exist_ok=True)
     (folder / "ppo.json").write_text(json.dumps(old))
     options = throughput.Options(("ppo",), ("eager",), out=tmp_path)
     assert "whole runs, which yours would lack" in refusal(throughput.main, options, capsys)
+    shorter = replace(options, whole_steps=400, whole_rounds=1)
+    message = refusal(throughput.main, shorter, capsys)
+    assert "500 steps, more than yours, and 2 whole runs of each program, more than yours" in message
 
 
 def test_ways_to_act_that_were_measured_are_kept(tmp_path, capsys):
@@ -247,7 +253,7 @@ def test_a_window_never_spans_the_time_asleep(tmp_path, monkeypatch):
         ({"changed_until": "another"}, {}),
     ],
 )
-def test_only_what_the_same_code_began_is_gone_on_with(then, now, tmp_path, monkeypatch):
+def test_only_what_the_same_code_began_is_gone_on_with(then, now, tmp_path, monkeypatch, capsys):
     """The same command, at the same commit, without changes then or now, with the same packages."""
     clean = provenance() | {"uncommitted_changes": False, "commit": "one", "command": "./run.sh x"}
     clean.pop("changed_until", None)
@@ -259,6 +265,30 @@ def test_only_what_the_same_code_began_is_gone_on_with(then, now, tmp_path, monk
     target.write({"provenance": clean | then})
     here[0] = clean | now
     assert target.begun() == {}
+    assert ("is measured anew" in capsys.readouterr().err) is ("command" not in now)
+    target = results.Target(tmp_path / "x.json")
+    target.write({"provenance": clean | then}, is_whole=False)  # beside the older one: it would be overwritten
+    assert "x.json.part is unfinished, and can't be continued: " in refusal(lambda _: target.begun(), None, capsys)
+
+
+def test_a_commit_that_leaves_the_code_alone_is_no_reason_to_begin_anew(tmp_path, monkeypatch):
+    clean = provenance() | {"uncommitted_changes": False, "commit": "one"}
+    clean.pop("changed_until", None)
+    monkeypatch.setattr(results, "provenance", lambda: clean | {"commit": "two"})
+    target, changed = results.Target(tmp_path / "x.json"), [False]
+    monkeypatch.setattr(results, "is_changed", lambda _before, _after: changed[0])
+    target.write({"provenance": clean})
+    assert target.begun() == {"provenance": clean}
+    changed[0] = True
+    assert target.begun() == {}
+
+
+def test_commits_differ_by_the_code_that_measures():
+    """Two that exist: the parent of a commit to the README only, and one that changed a script."""
+    touched = lambda *paths: results.git("log", "-1", "--format=%H", "--", *paths)  # noqa: E731
+    script = touched("scripts/ppo.py")
+    assert results.is_changed(f"{script}^", script) and not results.is_changed(script, script)
+    assert results.is_changed("none", script)
 
 
 def test_the_low_end_of_an_interval_comes_first():

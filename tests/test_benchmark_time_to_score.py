@@ -130,8 +130,8 @@ def test_command(monkeypatch, tmp_path, capsys):
     assert "## ppo on CartPole-v1, to 15" in text and "| eager | 2 of 2 | " in text
 
 
-def test_a_stopped_command_goes_on_and_a_whole_one_begins_anew(monkeypatch, tmp_path):
-    """Not so if the code is another: then nothing of the old result may be mixed with the new."""
+def test_a_stopped_command_goes_on_and_a_whole_one_begins_anew(monkeypatch, tmp_path, capsys):
+    """Not so if the code is another: nothing of the old result may be mixed with the new, or be lost unasked."""
     here = provenance() | {"uncommitted_changes": False}
     here.pop("changed_until", None)  # there is one if the repository gets a commit while the tests run
     monkeypatch.setattr(results, "provenance", lambda: here)
@@ -156,8 +156,11 @@ def test_a_stopped_command_goes_on_and_a_whole_one_begins_anew(monkeypatch, tmp_
     fails_at[0] = 9
     with pytest.raises(SystemExit):
         time_to_score.main(options)
+    capsys.readouterr()
     assert seconds() == [1, 2, 4, 5] and len(json.loads(part.read_text())["seeds"]) == 3
     here = here | {"commit": "another"}
+    assert "part is unfinished, and can't be continued: it is of commit" in refusal(time_to_score.main, options, capsys)
+    part.unlink()
     time_to_score.main(options)
     assert seconds() == [10, 11, 12, 13] and not part.exists()
 

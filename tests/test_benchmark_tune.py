@@ -151,6 +151,27 @@ def history(number: int, *reports: tuple, state: str = "finished") -> History:
     return found
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("optuna"), reason="needs requirements/requirements-tune.txt")
+def test_the_end_of_a_grid_is_in_it():
+    """Six times 0.05 is 0.30000000000000004, as drawn; a list's values are taken as they are."""
+    spaces = {x.name: x for x in (parse("--search", text, "ppo") for text in ("gamma=quniform(0.1,0.3,0.05)",))}
+    spaces["anneal_lr"] = parse("--search", "anneal_lr=[True,False]", "ppo")
+    search = SimpleNamespace(spaces=lambda: spaces)
+    values = [0.1, 0.15, 0.2, 6 * 0.05, 0.25, 0.1]
+    rows = [{"gamma": x, "anneal_lr": i % 2 == 0, "objective": 100 * x} for i, x in enumerate(values)]
+    assert values[3] > 0.3
+    found = tune_report.fanova(search, rows, ["gamma", "anneal_lr"])
+    assert found["gamma"] > found["anneal_lr"] >= 0
+
+
+def test_a_member_that_failed_at_once_has_no_line(tmp_path):
+    good, bad = history(0, (1, 5.0, 0.9, None), (2, 6.0, 0.95, None)), History("x_00001", 1, settings={"gamma": 0.5})
+    bad.take({"state": "failed", "why": "exit code 2"})
+    search = SimpleNamespace(perturbed={"gamma": parse("--perturb", "gamma=*1.2", "ppo")})
+    tune_report.draw_schedules(tmp_path / "schedules.png", search, [good, bad], good)
+    assert (tmp_path / "schedules.png").exists()
+
+
 def test_the_best_is_a_whole_trial_and_knows_where_it_comes_from():
     first = history(0, (1, 5.0, 0.9, None), (2, 6.0, 0.9, None), (3, 7.0, 0.9, None))
     second = history(1, (1, 1.0, 0.5, None), (2, 8.0, 0.95, "x_00000"), (3, 9.0, 0.95, None))

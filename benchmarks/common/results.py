@@ -264,13 +264,39 @@ class Target:
             self.part.unlink(missing_ok=True)
 
     def begun(self) -> dict:
-        """The newest result of this command, by this code on this machine; {} if there is none."""
+        """The newest result of this command, by this code on this machine; {} if there is none.
+
+        If an unfinished one can't be continued, it stays, and the command ends with the reason.
+        """
         here = provenance()
-        known = [load(path) for path in (self.part, self.path) if path.exists()]
-        same = ("command", "commit", "versions", "machine")
-        sources = [(x, x["provenance"]) for x in known if not here["uncommitted_changes"]]
-        found = [x for x, source in sources if is_clean(source) and all(source[name] == here[name] for name in same)]
-        return found[0] if found else {}
+        for path in [x for x in (self.part, self.path) if x.exists()]:
+            source = (found := load(path))["provenance"]
+            why = obstacles(source, here)
+            if not why:
+                return found
+            if path == self.part:
+                fail(f"{path} is unfinished, and can't be continued: {', '.join(why)}; move it away to begin anew")
+            if source["command"] == here["command"]:
+                print(f"note: {path} is measured anew: {', '.join(why)}", file=sys.stderr)
+        return {}
+
+
+def obstacles(source: dict, here: dict) -> list[str]:
+    """Why a command can't go on with an earlier result: both must be of the same command, code and machine."""
+    why = [f"it was made by `{source.get('command')}`"] if source.get("command") != here["command"] else []
+    why += ["it was made with other versions"] if source["versions"] != here["versions"] else []
+    why += [f"it is of {machine_of(source)}"] if source["machine"] != here["machine"] else []
+    if here["uncommitted_changes"] or not is_clean(source):
+        return [*why, "then or now, scripts, benchmarks or requirements had changes or new files that no commit has"]
+    if source["commit"] != here["commit"] and is_changed(source["commit"], here["commit"]):
+        why.append(f"it is of commit {str(source['commit'])[:12]}")
+    return why
+
+
+def is_changed(before: str, after: str) -> bool:
+    """Whether the code of two commits differs, or may do so, as one of them is not in this repository."""
+    command = ["git", "-C", str(ROOT), "diff", "--quiet", str(before), str(after), "--", *CODE]
+    return subprocess.run(command, capture_output=True).returncode != 0
 
 
 def say_written(out: Path, targets: Iterable[Target], *others: str) -> int:

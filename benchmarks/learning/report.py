@@ -450,22 +450,29 @@ def write_report(folders: list[Path], out: Path, until: int | None = None, faile
 
 
 def refuse_fewer_runs(path: Path, rows: list[dict]) -> None:
-    """End with exit code 2 if a report at `path` has more runs of a script on an environment than these rows."""
+    """End with exit code 2 if a report at `path` has more runs, or longer ones, of any variant than these rows."""
     if not path.exists():
         return
     try:
         old = [row | {"seeds": list(row["seeds"])} for row in json.loads(path.read_text())["rows"]]
     except (OSError, ValueError, KeyError, TypeError):
         fail(f"{path} is no report: give another --out, or move it away")
-    known, counts = Counter(), Counter()
+    known, counts, longest = Counter(), Counter(), Counter()
     for found, own in ((known, old), (counts, rows)):
         for row in own:
-            found[row["script"], row["env_id"]] += len(row["seeds"])
+            found[row["script"], row["env_id"], row["variant"]] += len(row["seeds"])
+    for row in rows:
+        key = row["script"], row["env_id"], row["variant"]
+        longest[key] = max(longest[key], row.get("steps", 0))
     more = [
-        f"{n} runs of {' on '.join(key)}, yours {counts.get(key, 0)}"
-        for key, n in known.items()
-        if n > counts.get(key, 0)
+        f"{n} runs of {script} on {env_id} ({variant}), yours {counts[script, env_id, variant]}"
+        for (script, env_id, variant), n in known.items()
+        if n > counts[script, env_id, variant]
     ]
+    for row in old:
+        key = row["script"], row["env_id"], row["variant"]
+        if row.get("steps", 0) > 1.1 * longest[key] > 0:
+            more.append(f"runs of {row['steps']:,} steps of {key[0]} on {key[1]} ({key[2]}), yours {longest[key]:,}")
     if more:
         fail(f"{path} has {'; '.join(more)}: give another --out, or move it away")
 

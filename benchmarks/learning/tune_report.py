@@ -93,9 +93,11 @@ def fanova(search: Search, rows: list[dict], names: list[str]) -> dict[str, floa
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(direction="maximize")
-    distributions = {name: search.spaces()[name].distribution() for name in names}
+    spaces = {name: search.spaces()[name] for name in names}
+    distributions = {name: space.distribution() for name, space in spaces.items()}
     for row in rows:
-        settings = {name: row[name] for name in names}
+        # The end of a grid may be drawn as 0.30000000000000004, which is outside of it
+        settings = {name: space.within(row[name]) if space.is_range else row[name] for name, space in spaces.items()}
         study.add_trial(optuna.create_trial(params=settings, distributions=distributions, value=row[OBJECTIVE]))
     evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
     return {x: float(y) for x, y in optuna.importance.get_param_importances(study, evaluator=evaluator).items()}
@@ -242,7 +244,7 @@ def draw_schedules(path: Path, search: Search, histories: list[History], best: H
         return
     with plots.figure(path, columns=len(names), size=(4.2, 3.2)) as axes:
         for axis, name in zip(axes[0], names, strict=True):
-            for history in histories:
+            for history in [x for x in histories if x.reports]:  # one that failed at once has none
                 draw_steps(axis, history.reports, name, color="#999999", linewidth=0.9)
             draw_steps(axis, ancestry(best, histories), name, color=plots.COLOURS["eager"])
             if search.perturbed[name].kind in ("factor", "loguniform"):
@@ -256,7 +258,7 @@ def values_of(histories: list[History], name: str) -> Iterator:
 
 def draw_steps(axis, reports: list[dict], name: str, **style) -> None:
     steps, values = [x["steps"] for x in reports], [x["settings"][name] for x in reports]
-    axis.step([0, *steps], [values[0], *values] if values else [], where="pre", **style)
+    axis.step([0, *steps], [values[0], *values], where="pre", **style)
 
 
 # All of it
@@ -277,6 +279,7 @@ def finish(options: Options, search: Search, histories: list[History]) -> int:
         "provenance": provenance(origin) | {name: origin[name] for name in ("date", "command")},
         "search": {k: v for k, v in asdict(options).items() if k not in PATHS},
     }
+    result["search"]["population" if options.is_population else "trials"] = options.size
     result |= {"trials": rows, "steps": sum(x.last["steps"] for x in histories) * options.seeds_per_trial}
     result["best"] = {"trial": best.number, OBJECTIVE: best.last[OBJECTIVE], "settings": settings}
     result["best"] |= {"command": command_of(options, settings), "defaults": defaults}

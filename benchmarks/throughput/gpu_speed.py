@@ -29,9 +29,7 @@ class Contestant(turns.Contestant):
 
     log: Path = Path("metrics.jsonl")
     window: float = 1.5  # seconds of a turn
-    warm: float = (
-        3.0  # seconds of learning before the first turn; LeanRL's runs got faster by half in their first eight
-    )
+    warm: float = 3.0  # seconds of learning before the first turn
     rounds: list[dict] = field(default_factory=list)  # one for each turn; `speeds` are the steps/s of its windows
 
     @property

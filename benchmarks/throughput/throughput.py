@@ -69,15 +69,15 @@ from benchmarks.throughput.ceilings import SECTIONS
 INTRODUCTION = """
 Environment steps per second in steady state: fresh processes in interleaved rounds, measured in windows after all is
 compiled; medians and quartiles over all windows. Ratios are geometric means over the rounds, each of the medians of two
-processes, with Student's intervals, which are wide if rounds are few. "Of a whole run": the steps/s of a
-run at the default flags, from the start of the process to its end, with a filled compile cache. "First update" is the
-wall time from the start of the process to the first line of the log with a loss, with an empty and with a filled
+processes, with Student's intervals, which are wide if rounds are few. "Of a whole run": the steps/s of runs at the
+default flags, from the start of the process to its end, with a filled compile cache; their median. "First update" is
+the wall time from the start of the process to the first line of the log with a loss, with an empty and with a filled
 compile cache; "pays after" is the number of steps, counted from that line on, after which the compiled script has
 overtaken the eager one. Peak memory is that of the largest process. "Environment alone" steps it with random actions,
 which no script that waits for each step can pass. Where the time goes is seen by a second thread that looks at the
-loop, in another run of the same minutes: environment; acting, which is what else the loop does to act and to keep
-what it saw; learning; the rest is log and checkpoints. (In results whose JSON has a `summed_ceiling`, acting is the
-policy's function alone, by a clock, and the rest is larger.)
+loop, in another run of the same minutes: environment; acting, which is what else the loop does to act and to keep what
+it saw; learning; the rest is log and checkpoints. (In results whose JSON has a `summed_ceiling`, acting is the policy's
+function alone, by a clock, and the rest is larger.)
 """.strip()
 
 
@@ -90,7 +90,8 @@ class Options:
     rounds: int = 5  # how often each contestant is started
     seconds: float = 40.0  # of steady running to measure in each run; one that ends before has fewer
     window: float = steady.WINDOW  # length of a measuring window in seconds
-    whole_steps: int = 0  # environment steps of an additional run timed from process start to end; 0 for none
+    whole_steps: int = 0  # environment steps of additional runs timed from process start to end; 0 for none
+    whole_rounds: int = 3  # how often each contestant is timed so, in turns
     ceilings: bool = True  # also measure the environment alone, and where the time of each variant goes
     flags: str = ""  # extra flags for all contestants, as in --flags="--env-id Ant-v4"
     timeout: float = 900.0  # seconds after which a run is ended, steady or not
@@ -141,11 +142,11 @@ def measure(
         return result, run
 
 
-def measure_whole(script: str, name: str, options: Options, cache: Path) -> dict:
+def measure_whole(script: str, name: str, seed: int, options: Options, cache: Path) -> dict:
     """Wall time of a contestant's whole run as a user would start it: with random phase, TensorBoard, checkpoints."""
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--total-timesteps", str(options.whole_steps), "--run-dir", str(Path(folder, "run"))]
-        arguments = [*command(script, name), *split_flags(options.flags), *flags]
+        arguments = [*command(script, name), "--seed", str(seed), *split_flags(options.flags), *flags]
         child = processes.start(arguments, Path(folder, "output"), TORCHINDUCTOR_CACHE_DIR=str(cache))
         try:
             child.wait(options.timeout)
@@ -155,7 +156,17 @@ def measure_whole(script: str, name: str, options: Options, cache: Path) -> dict
         if not has_ended or failure:
             return {"failed": failure or f"no end after {options.timeout:g} s"}
         steps = runs.read_run(Path(folder, "run")).steps
-        return {"steps": steps, "seconds": child.seconds, "steps_per_second": steps / child.seconds}
+        return {"steps": steps, "seconds": child.seconds}
+
+
+def summarize_whole(found: list[dict]) -> dict:
+    """Median of a contestant's whole runs; `failed` if one of them did not get to its end."""
+    failed = [x["failed"] for x in found if "failed" in x]
+    if failed:
+        return {"failed": failed[0]}
+    seconds = [x["seconds"] for x in found]
+    median, steps = float(np.median(seconds)), found[0]["steps"]
+    return {"steps": steps, "seconds": median, "steps_per_second": steps / median, "rounds": seconds}
 
 
 def summarize(results: list[dict]) -> dict:
@@ -266,10 +277,13 @@ def measure_script(script: str, options: Options, bar: tqdm) -> dict:
                 versions[name] = run.config.get("versions", {})
             bar.update()
         contestants = {name: summarize(results[name]) for name in names}
-        for name in names if options.whole_steps else ():
+        whole = {name: [] for name in names if options.whole_steps}
+        for i, name in turns.in_turns(list(whole), options.whole_rounds):
             bar.set_postfix_str(f"{script}: {name}, a whole run")
-            contestants[name]["whole"] = measure_whole(script, name, options, caches / name)
+            whole[name].append(measure_whole(script, name, i + 1, options, caches / name))
             bar.update()
+        for name in whole:
+            contestants[name]["whole"] = summarize_whole(whole[name])
         result = {"script": script, "env_id": env_id, "flags": options.flags, "rounds": options.rounds}
         result |= {
             "seconds": options.seconds,
@@ -405,7 +419,7 @@ def write_summary(out: Path) -> str:
 def check(options: Options) -> list[str]:
     """Refuse what can't work; returns the scripts to measure."""
     check_known("script", options.scripts, pairs())
-    check_positive(options, "rounds", "seconds", "window", "timeout")
+    check_positive(options, "rounds", "seconds", "window", "whole_rounds", "timeout")
     check_once(options, "scripts", "variants", "peers")
     split_flags(options.flags)
     if options.seconds < options.window:
@@ -449,7 +463,8 @@ def main(options: Options) -> int:
     make_folder(options.out)
     load_all(options.out, "contestants", "break_even_steps")
     variants = len(options.variants or default_variants())
-    total = sum(len(names_of(script, options)) for script in scripts) * (options.rounds + (options.whole_steps > 0))
+    runs_of_each = options.rounds + options.whole_rounds * (options.whole_steps > 0)
+    total = sum(len(names_of(script, options)) for script in scripts) * runs_of_each
     total += len(scripts) * options.ceilings * (variants + 1)
     kept = f"the scripts that were finished before lie in {options.out}"
     paths = {script: options.out / f"{file_name(script, options)}.json" for script in scripts}
@@ -458,8 +473,12 @@ def main(options: Options) -> int:
     targets = {script: Target(path, effort, **own[script]) for script, path in paths.items()}
     for target in targets.values():
         more = ["ceilings, which --no-ceilings would lack"] * ("ceilings" in target.old and not options.ceilings)
-        had_whole = any("steps" in x.get("whole", {}) for x in target.old.get("contestants", {}).values())
-        more += ["whole runs, which yours would lack without --whole-steps"] * (had_whole and not options.whole_steps)
+        whole = [x["whole"] for x in target.old.get("contestants", {}).values() if "steps" in x.get("whole", {})]
+        steps = max((x["steps"] for x in whole), default=0)
+        more += ["whole runs, which yours would lack without --whole-steps"] * (steps > 0 and not options.whole_steps)
+        more += [f"whole runs of {steps:,} steps, more than yours"] * (0 < options.whole_steps < 0.9 * steps)
+        rounds = max((len(x.get("rounds", ())) for x in whole), default=0)
+        more += [f"{rounds} whole runs of each program, more than yours"] * (options.whole_rounds < rounds)
         if more:
             fail(f"{target.path} has {', and '.join(more)}: give another --out, or move it away")
     with stoppable(kept), tqdm(total=total, unit="run") as bar:

@@ -145,6 +145,14 @@ def side_by_side(results: list[dict]) -> list[str]:
     return [*table_with_flags(["compiled / SB3 [95 %]", *machines], rows), ""] if rows else []
 
 
+def whole_cell(whole: dict) -> str:
+    """Seconds of a program's whole runs: their median and, if there are several, the shortest and the longest."""
+    if "steps" not in whole:
+        return "-"
+    several = whole.get("rounds", [whole["seconds"]])
+    return f"{whole['seconds']:,.0f}" + f" ({min(several):,.0f} to {max(several):,.0f})" * (len(several) > 1)
+
+
 def whole_runs(results: list[dict]) -> list[str]:
     """The tables of whole runs, one for each machine: seconds from the start of the process to its end."""
     rows = {}
@@ -152,7 +160,7 @@ def whole_runs(results: list[dict]) -> list[str]:
         whole = {name: x.get("whole", {}) for name, x in result["contestants"].items()}
         names = (*throughput.peer_columns(result), "eager", compiled_of(whole))
         steps = [f"{x['steps']:,}" for x in whole.values() if "steps" in x]
-        cells = [f"{whole[name]['seconds']:,.0f}" if "steps" in whole.get(name, {}) else "-" for name in names]
+        cells = [whole_cell(whole.get(name, {})) for name in names]
         if steps:
             flags = flags_cell(result["flags"], result["env_id"])
             cells = [row_name(result) + mark(result.get("file", "")), steps[0], *cells, flags]
@@ -161,8 +169,9 @@ def whole_runs(results: list[dict]) -> list[str]:
     for (machine, peers), cells in rows.items():
         header = [f"seconds of a whole run, {machine}", "steps", *map(plots.label, peers)]
         lines += [*table_with_flags([*header, "eager", "compiled"], cells), ""]
-    text = """Whole runs are timed once each, from the start of the process to its end, compiled ones with a filled
-        cache, ours as a user starts them: with TensorBoard's files and checkpoints, which the peers do not write."""
+    text = """Whole runs are timed from the start of the process to its end, compiled ones with a filled cache, ours
+        as a user starts them: with TensorBoard's files and checkpoints, which the peers do not write. Median of three
+        runs (shortest to longest), or a single run."""
     return lines + [*paragraph(text), ""] * bool(lines)
 
 
@@ -313,6 +322,17 @@ def backend_section() -> list[str]:
     return [*lines, *sources(results), ""]
 
 
+def still_warming(results: list[dict]) -> str:
+    """A sentence on the runs of LeanRL that were much faster in their last turn than in their first."""
+    gains = {}
+    for result in results:
+        turns = [x["speeds"] for x in result["contestants"].get("leanrl", {}).get("rounds", ()) if x["speeds"]]
+        if turns and (gain := np.median(turns[-1]) / np.median(turns[0])) > 1.2:
+            gains[f"`{result['script']}`"] = f"{gain:.1f}"
+    names, times = " and ".join(gains), " and ".join(gains.values())
+    return f"LeanRL's {names} had {times} times the speed in the last turn, so ratios to it are too high." * bool(gains)
+
+
 def gpu_section() -> list[str]:
     """The table of what was measured on a GPU: speeds, of variants that compute what eager does, and how many do."""
     lines, found = [], [result for results in load("gpu/speed.json") for result in results]
@@ -344,8 +364,8 @@ def gpu_section() -> list[str]:
         lines += legend(lines)
         lines += paragraph(f"""Each pair by its default flags; in SAC, TD3 and DQN learning starts after 1,000 steps,
             and DQN explores as at its end. Each speed is of {min(windows, default=0)} to {max(windows, default=0)}
-            windows of 0.3 seconds or more, in one or two turns, between which speeds changed, LeanRL's by up to half;
-            so intervals are wide. The last column counts the combinations of
+            windows of 0.3 seconds or more, in one or two turns, between which speeds changed, so intervals are wide.
+            {still_warming(found)} The last column counts the combinations of
             `--compile` and `--cudagraphs` that, after some fifty updates, differ from eager by less than ten times
             what rounding does, or 0.001; one that differs by more has no speed here.""")
         lines += [*sources(found), ""]
