@@ -579,8 +579,20 @@ def steps_differ(kind: type, raised: tuple[type, ...]) -> bool:
 
 
 # Folders of Python and of installed packages, which are libraries, but for one that this file lies in
-PACKAGES = [x for x in sys.path if any(Path(x).glob("*.dist-info")) and not os.path.abspath(__file__).startswith(x)]
-LIBRARIES = os.path.dirname(os.__file__), *PACKAGES
+class Folders(tuple):
+    """Where Python's library and packages lie. Sent to another process, it becomes that process's own."""
+
+    def __reduce__(self):
+        return find_libraries, ()
+
+
+def find_libraries() -> Folders:
+    here = os.path.abspath(__file__)
+    packages = [x for x in sys.path if any(Path(x).glob("*.dist-info")) and not here.startswith(x)]
+    return Folders([os.path.dirname(os.__file__), *packages])
+
+
+LIBRARIES = find_libraries()
 
 
 def is_own(value) -> bool:

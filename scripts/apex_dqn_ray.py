@@ -1704,8 +1704,10 @@ class Replay:
     def __init__(self, args: Args, runners: "Runners", device: torch.device):
         self.args, self.runners, self.device = args, runners, device
         space = runners.spaces[0]
-        if sees_frames(space) and not json.loads(args.env_kwargs).get("gray_scale", True):
-            fail("--env-kwargs gray_scale: a frame is kept once, as one plane; colours would be taken for more frames")
+        stack = dict(json.loads(args.env_kwargs)).get("stack_num", 4)  # EnvPool's default
+        if sees_frames(space) and space.shape[0] not in (1, stack):
+            why = "each frame is kept once, as one plane: colours would be taken for more frames"
+            fail(f"observations {space.shape} are no stack of {stack} gray frames (--env-kwargs gray_scale): {why}")
         size = 2 * args.batch_size * gym.spaces.flatdim(space) * np.dtype(stack_of(space)[1]).itemsize
         self.at_once = min(self.AT_ONCE, max(1, 2**26 // size))  # no more than 64 MiB of observations
         self.batches, self.errors, self.place, self.late = deque(), [], None, None
@@ -1763,10 +1765,28 @@ class LocalReplay(Replay):
         used = min(fragments.num_added, len(fragments.obs))
         arrays = {name: getattr(fragments, name)[:used] for name in ("obs", "age", "columns", "generation")}
         arrays["priorities"] = tree[np.arange(used * fragments.size)]
-        return {name: torch.from_numpy(x) for name, x in arrays.items()} | {"num_added": fragments.num_added}
+        additions = {name: torch.from_numpy(np.array(x)) for name, (_, x) in self.additions().items()}
+        state = {name: torch.from_numpy(x) for name, x in arrays.items()} | {"num_added": fragments.num_added}
+        return state | {"additions": additions}
+
+    def additions(self) -> dict[str, tuple]:
+        """What a copy has given the replay, such as the greatest priority: arrays and numbers by name, and whose."""
+        found, shard, kinds = {}, self.shard, np.ndarray | np.generic | int | float
+        known = {"num_frames", "size", "length", "num_added", "capacity", "obs", "age", "columns", "generation"}
+        for part, own in ((shard, set()), (shard.fragments, known), (shard.tree, {"depth", "sums", "top"})):
+            numbers = {name: x for name, x in vars(part).items() if name not in own and isinstance(x, kinds)}
+            found |= {name: (part, x) for name, x in numbers.items()}
+        return found
 
     def load_state_dict(self, state: dict) -> None:
-        fragments, used = self.shard.fragments, len(state["obs"])
+        fragments, used, additions = self.shard.fragments, len(state["obs"]), state.get("additions", {})
+        if differ := sorted(additions.keys() ^ self.additions().keys()):
+            fail(f"{', '.join(differ)} of the replay: either the saved one has it or this file's, not both")
+        for name, (part, x) in self.additions().items():
+            if isinstance(x, np.ndarray):
+                x[...] = additions[name].numpy()
+            else:
+                setattr(part, name, type(x)(additions[name].item()))
         for name in ("obs", "age", "columns", "generation"):
             getattr(fragments, name)[:used] = state[name].numpy()
         self.shard.tree[np.arange(used * fragments.size)] = state["priorities"].numpy()
@@ -1776,8 +1796,8 @@ class LocalReplay(Replay):
 class RemoteReplay:
     """A shard of the replay in a process of Ray's."""
 
-    def open(self, args: Args, observation_space: gym.Space, seed: int) -> str:
-        """Allocate the memory -> a line that says how much."""
+    def open(self, args: Args, observation_space: gym.Space, seed: int) -> tuple[str, dict[str, str]]:
+        """Allocate the memory -> a line that says how much, and versions."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the learner's
         np.random.seed(seed)
         with contextlib.redirect_stderr(io.StringIO()) as output:
@@ -1785,7 +1805,7 @@ class RemoteReplay:
                 self.shard = PrioritizedReplay(args, observation_space, args.buffer_size // args.replay_shards)
             except SystemExit:
                 raise RuntimeError(output.getvalue().strip().removeprefix("error: ")) from None
-        return output.getvalue().strip()
+        return output.getvalue().strip(), versions()
 
     def add(self, fragment: tuple[np.ndarray, ...]) -> None:
         self.shard.add(fragment)
@@ -1820,11 +1840,12 @@ class ReplayShards(Replay):
         try:
             with ending_early():
                 started = [self.start(index) for index in range(args.replay_shards)]
-                lines = self.ray.get(started, timeout=args.fragment_timeout)
-            self.starting.clear()
+                answers = self.ray.get(started, timeout=args.fragment_timeout)
+            for index, answer in enumerate(answers):
+                self.admit(index, answer)
         except self.ray.exceptions.RayError as error:
             fail(f"can't start a replay shard: {getattr(error, 'cause', None) or error}")
-        print(f"{args.replay_shards} shards, each {lines[0]}", file=sys.stderr)
+        print(f"{args.replay_shards} shards, each {answers[0][0]}", file=sys.stderr)
 
     def start(self, index: int):
         words = self.args.seed, self.runners.run.step, index, self.restarts
@@ -1833,6 +1854,12 @@ class ReplayShards(Replay):
         seed = int(np.random.SeedSequence(words).generate_state(1)[0])
         self.starting[index] = self.shards[index].open.remote(self.args, self.runners.spaces[0], seed)
         return self.starting[index]
+
+    def admit(self, index: int, answer: tuple[str, dict[str, str]]) -> None:
+        """Let a shard that has started take part."""
+        del self.starting[index]
+        if differ := other_versions(answer[1]):
+            self.runners.stop(f"replay shard {index} has {differ}")
 
     def add(self, fragment) -> None:
         """Send a fragment to the next shard that has started, by reference; only if none has, wait for one."""
@@ -1858,7 +1885,7 @@ class ReplayShards(Replay):
         try:
             answer = self.ray.get(reference)
             if self.starting.get(index) == reference:
-                del self.starting[index]
+                self.admit(index, answer)
             return True, answer
         except self.ray.exceptions.ObjectLostError:
             # A fragment, with its runner's machine; or an answer, with the shard's: ask again

@@ -583,8 +583,20 @@ def steps_differ(kind: type, raised: tuple[type, ...]) -> bool:
 
 
 # Folders of Python and of installed packages, which are libraries, but for one that this file lies in
-PACKAGES = [x for x in sys.path if any(Path(x).glob("*.dist-info")) and not os.path.abspath(__file__).startswith(x)]
-LIBRARIES = os.path.dirname(os.__file__), *PACKAGES
+class Folders(tuple):
+    """Where Python's library and packages lie. Sent to another process, it becomes that process's own."""
+
+    def __reduce__(self):
+        return find_libraries, ()
+
+
+def find_libraries() -> Folders:
+    here = os.path.abspath(__file__)
+    packages = [x for x in sys.path if any(Path(x).glob("*.dist-info")) and not here.startswith(x)]
+    return Folders([os.path.dirname(os.__file__), *packages])
+
+
+LIBRARIES = find_libraries()
 
 
 def is_own(value) -> bool:
@@ -1872,10 +1884,15 @@ class RemoteLearner:
         self.spaces = spaces
 
     def open(self) -> dict[str, str]:
-        torch.manual_seed(self.args.seed)  # as in the first learner: `make_learner` may make more than agent, optimizer
+        self.draw_as(0)  # as the first learner: `make_learner` may make more than agent and optimizer
         self.agent, self.optimizer, self.learn_from = heard(make_learner, self.args, *self.spaces, self.device, add_up)
-        torch.manual_seed(self.args.seed + self.rank)  # from here on, each has rows of its own
+        self.draw_as(self.rank)  # from here on, each has rows of its own
         return versions()
+
+    def draw_as(self, rank: int) -> None:
+        random.seed(self.args.seed + rank)
+        np.random.seed((self.args.seed + rank) % 2**32)
+        torch.manual_seed(self.args.seed + rank)
 
     def join(self, address: tuple[str, int], states: list[dict], num_threads: int) -> None:
         torch.set_num_threads(num_threads)  # a different number may change the order of sums

@@ -1801,10 +1801,15 @@ class RemoteLearner:
         self.spaces = spaces
 
     def open(self) -> dict[str, str]:
-        torch.manual_seed(self.args.seed)  # as in the first learner: `make_learner` may make more than agent, optimizer
+        self.draw_as(0)  # as the first learner: `make_learner` may make more than agent and optimizer
         self.agent, self.optimizer, self.learn_from = heard(make_learner, self.args, *self.spaces, self.device, add_up)
-        torch.manual_seed(self.args.seed + self.rank)  # from here on, each has rows of its own
+        self.draw_as(self.rank)  # from here on, each has rows of its own
         return versions()
+
+    def draw_as(self, rank: int) -> None:
+        random.seed(self.args.seed + rank)
+        np.random.seed((self.args.seed + rank) % 2**32)
+        torch.manual_seed(self.args.seed + rank)
 
     def join(self, address: tuple[str, int], states: list[dict], num_threads: int) -> None:
         torch.set_num_threads(num_threads)  # a different number may change the order of sums

@@ -655,12 +655,49 @@ def test_the_environment_that_explores_least_has_its_returns_logged(train):
     assert any("charts/episodic_return" in line for line in run.lines)
 
 
-def test_stacks_that_the_replay_could_not_make_again_are_refused(capfd, tmp_path):
+@pytest.mark.parametrize(
+    ("env_id", "env_kwargs"),
+    [("Pong-v5", '{"gray_scale": false}'), ("Basic-v1", '{"use_combined_action": true}')],  # Atari, Doom
+)
+def test_stacks_that_the_replay_could_not_make_again_are_refused(capfd, monkeypatch, tmp_path, env_id, env_kwargs):
     """Colours would be taken for frames. That EnvPool ends episodes with lives is refused for all Ray scripts."""
-    settings = {"env_id": "Pong-v5", "env_kwargs": '{"gray_scale": false}', "num_runners": 0, "run_dir": str(tmp_path)}
+    monkeypatch.chdir(tmp_path)  # where Doom writes its settings
+    settings = {"env_id": env_id, "env_kwargs": env_kwargs, "num_runners": 0, "run_dir": str(tmp_path / "run")}
     with pytest.raises(SystemExit) as end:
         SCRIPT.train(SCRIPT.Args(**settings, buffer_size=1000, learning_starts=100))
     assert end.value.code == 2 and "--env-kwargs gray_scale" in capfd.readouterr().err
+
+
+def local_replay(shape: tuple[int, ...], **settings) -> SCRIPT.LocalReplay:
+    runners = mock.Mock(spaces=(gym.spaces.Box(0, 255, shape, np.uint8), None))
+    return SCRIPT.LocalReplay(arguments(buffer_size=128, **settings), runners, torch.device("cpu"))
+
+
+def test_a_single_frame_and_a_stack_of_its_own_length_are_taken(capfd):
+    for shape, env_kwargs in (((1, 84, 84), "{}"), ((4, 84, 84), "{}"), ((2, 84, 84), '[["stack_num", 2]]')):
+        assert local_replay(shape, env_kwargs=env_kwargs).shard.fragments.num_frames == shape[0]
+    with pytest.raises(SystemExit):
+        local_replay((3, 84, 84))
+    assert "(3, 84, 84) are no stack of 4 gray frames" in capfd.readouterr().err
+
+
+def test_what_a_copy_gives_the_replay_is_in_the_checkpoint(capsys):
+    """Such as the greatest priority so far; what only one of both has is refused by name."""
+
+    def replay() -> SCRIPT.LocalReplay:
+        replay = local_replay((3,))
+        replay.shard.most, replay.shard.fragments.extra, replay.shard.tree.seen = 1.0, np.zeros(3), np.float32(2)
+        return replay
+
+    first, second = replay(), replay()
+    first.shard.most, first.shard.fragments.extra[1], first.shard.tree.seen = 5.0, 7.0, np.float32(3)
+    extra = second.shard.fragments.extra
+    second.load_state_dict(first.state_dict())
+    assert second.shard.most == 5.0 and extra.tolist() == [0, 7, 0] and second.shard.tree.seen == 3
+    assert type(second.shard.most) is float and type(second.shard.tree.seen) is np.float32
+    with pytest.raises(SystemExit):
+        local_replay((3,)).load_state_dict(first.state_dict())
+    assert "extra, most, seen of the replay" in capsys.readouterr().err
 
 
 # Shards, without Ray
@@ -714,6 +751,17 @@ def two_shards():
 
     with mock.patch("signal.signal"):
         yield make
+
+
+def test_shards_with_other_packages_are_refused(two_shards, monkeypatch, capsys):
+    """At the start, and where one takes the place of a dead one."""
+    replay, versions = two_shards(kill=lambda _: None), SCRIPT.versions
+    replay.runners.stop.side_effect = SCRIPT.fail
+    answer = replay.start(0)
+    monkeypatch.setattr(SCRIPT, "versions", lambda: versions() | {"torch": "1.0"})
+    with pytest.raises(SystemExit):
+        replay.hear(0, answer)
+    assert "replay shard 0 has torch 2" in capsys.readouterr().err
 
 
 def fragment(i: int) -> tuple[np.ndarray, ...]:

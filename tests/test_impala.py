@@ -6,6 +6,7 @@ One simulated cluster of two nodes (`cluster` in conftest.py) serves all tests t
 import contextlib
 import importlib
 import os
+import random
 import re
 import signal
 import subprocess
@@ -603,6 +604,32 @@ def test_a_learner_that_cannot_take_a_number_tells_the_others(name):
     with mock.patch("torch.distributed.destroy_process_group") as destroy, pytest.raises(RuntimeError):
         learner.learn({"scale": torch.zeros(3)}, [])
     assert destroy.called
+
+
+@pytest.mark.parametrize("name", ["impala_ray", "ppo_ray"])
+def test_learners_make_the_same_things_whatever_draws_them(name):
+    """As the first one, which `Run` has seeded; then each has random numbers of its own."""
+    learner, drawn = object.__new__(load(name).RemoteLearner), []
+    learner.args = SimpleNamespace(seed=2**32 + 3)
+    for rank in (None, 0, 1):
+        if rank is None:
+            random.seed(learner.args.seed)
+            np.random.seed(learner.args.seed % 2**32)
+            torch.manual_seed(learner.args.seed)
+        else:
+            learner.draw_as(rank)
+        drawn.append((random.random(), np.random.random(), torch.rand(()).item()))
+    assert drawn[0] == drawn[1] and not set(drawn[1]) & set(drawn[2])
+
+
+@pytest.mark.parametrize("name", ["impala_ray", "ppo_ray", "a3c_ray", "apex_dqn_ray"])
+def test_what_is_a_library_is_decided_where_it_lies(monkeypatch, tmp_path, name):
+    """Packages of another machine may lie in another folder; taken for the user's code they would all be searched."""
+    cloudpickle = pytest.importorskip("ray").cloudpickle
+    sent = cloudpickle.dumps(load(f"{name}_torchcompile").LIBRARIES)
+    (tmp_path / "torch-2.0.dist-info").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "none")])
+    assert tuple(cloudpickle.loads(sent)) == (os.path.dirname(os.__file__), str(tmp_path))
 
 
 def test_what_a_signal_has_ended_is_no_fault():
