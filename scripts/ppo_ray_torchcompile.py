@@ -2428,6 +2428,7 @@ class Run:
         if self.checkpoint:
             self.restore()
         self.keep_rng()
+        self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
         chosen = self.args.resume or self.args.run_dir
         self.dir = Path(chosen or "runs")
         try:
@@ -2446,7 +2447,6 @@ class Run:
             if starts > self.args.learning_starts or starts >= self.args.total_timesteps:
                 print(f"note: nothing is learnt before step {starts:,}", file=sys.stderr)
         print(getattr(envs, "summary", f"environments: {self.args.env_id}"), file=sys.stderr)
-        self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
         total, initial = self.args.total_timesteps, self.step
         self.bar = tqdm(total=total, initial=initial, unit=" steps", unit_scale=True, disable=None)
         self.start_time = time.perf_counter() - self.seconds

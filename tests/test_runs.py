@@ -188,6 +188,17 @@ def test_same_seed_same_run_in_envpool(train):
 # Stopping and going on
 
 
+@each_kind
+def test_a_signal_while_the_log_is_opened_ends_the_run_in_order(train, monkeypatch, capfd, name):
+    """TensorBoard's import and git take a second, in which Ctrl-C would else be a traceback."""
+    script = load(name)
+    open_files = script.Run.open_files
+    monkeypatch.setattr(script.Run, "open_files", lambda run: (signal.raise_signal(signal.SIGINT), open_files(run))[1])
+    with pytest.raises(SystemExit) as end:
+        train(name)
+    assert end.value.code == 130 and "stopped by a signal; nothing saved yet" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(("name", "signum"), [*((name, signal.SIGTERM) for name in EAGER), ("dqn", signal.SIGINT)])
 def test_signal_ends_the_run_with_a_checkpoint_of_that_moment(train, monkeypatch, tmp_path, capsys, name, signum):
     monkeypatch.setattr(tiny_envs, "EVENT", f"{signum.name}@203")
