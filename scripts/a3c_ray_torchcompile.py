@@ -578,7 +578,6 @@ def steps_differ(kind: type, raised: tuple[type, ...]) -> bool:
     return not all(torch.allclose(*weights, rtol=1e-4) for weights in zip(*nets, strict=True))
 
 
-# Folders of Python and of installed packages, which are libraries, but for one that this file lies in
 class Folders(tuple):
     """Where Python's library and packages lie. Sent to another process, it becomes that process's own."""
 
@@ -587,6 +586,7 @@ class Folders(tuple):
 
 
 def find_libraries() -> Folders:
+    """Folders of Python and of installed packages, which are libraries, but for one that this file lies in."""
     here = os.path.abspath(__file__)
     packages = [x for x in sys.path if any(Path(x).glob("*.dist-info")) and not here.startswith(x)]
     return Folders([os.path.dirname(os.__file__), *packages])

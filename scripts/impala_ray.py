@@ -1598,6 +1598,7 @@ class RemoteLearner:
         return versions()
 
     def draw_as(self, rank: int) -> None:
+        """Seed Python, NumPy and PyTorch as the learner of this rank; rank 0 is the first one, as `Run` seeds it."""
         random.seed(self.args.seed + rank)
         np.random.seed((self.args.seed + rank) % 2**32)
         torch.manual_seed(self.args.seed + rank)

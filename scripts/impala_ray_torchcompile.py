@@ -582,7 +582,6 @@ def steps_differ(kind: type, raised: tuple[type, ...]) -> bool:
     return not all(torch.allclose(*weights, rtol=1e-4) for weights in zip(*nets, strict=True))
 
 
-# Folders of Python and of installed packages, which are libraries, but for one that this file lies in
 class Folders(tuple):
     """Where Python's library and packages lie. Sent to another process, it becomes that process's own."""
 
@@ -591,6 +590,7 @@ class Folders(tuple):
 
 
 def find_libraries() -> Folders:
+    """Folders of Python and of installed packages, which are libraries, but for one that this file lies in."""
     here = os.path.abspath(__file__)
     packages = [x for x in sys.path if any(Path(x).glob("*.dist-info")) and not here.startswith(x)]
     return Folders([os.path.dirname(os.__file__), *packages])
@@ -1890,6 +1890,7 @@ class RemoteLearner:
         return versions()
 
     def draw_as(self, rank: int) -> None:
+        """Seed Python, NumPy and PyTorch as the learner of this rank; rank 0 is the first one, as `Run` seeds it."""
         random.seed(self.args.seed + rank)
         np.random.seed((self.args.seed + rank) % 2**32)
         torch.manual_seed(self.args.seed + rank)

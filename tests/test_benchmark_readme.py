@@ -289,6 +289,15 @@ def test_what_a_gpu_gave_is_shown(tmp_path, monkeypatch):
     assert readme.gpu_section()[2] == "| `ppo`, CartPole-v1 † | 100 | - | 50 | - | - | - | 0 of 1 |"
 
 
+def test_runs_on_a_gpu_that_were_still_getting_faster_are_named():
+    """LeanRL's, by a fifth or more from the first turn to the last; an empty turn has no speed."""
+    turns = {"ppo": [[10.0, 11.0], [], [20.0, 22.0]], "dqn": [[10.0], [11.9]], "sac": [[10.0], [15.0]], "td3": [[5.0]]}
+    results = [{"script": x, "contestants": {"leanrl": {"rounds": [{"speeds": y} for y in turns[x]]}}} for x in turns]
+    results.append({"script": "a3c", "contestants": {"eager": {}, "leanrl": {"failed": "it crashed"}}})
+    assert readme.still_warming(results).startswith("LeanRL's `ppo` and `sac` had 2.0 and 1.5 times the speed")
+    assert readme.still_warming(results[1:2]) == ""
+
+
 def test_seeds_of_two_reports_are_pooled(monkeypatch):
     """Where one is named after the other and no seed is in both; five seeds have a verdict, which neither has alone."""
     monkeypatch.setattr(readme, "mark", lambda *words: " †" * ("old" in words[0]))

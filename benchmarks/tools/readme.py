@@ -170,7 +170,7 @@ def whole_runs(results: list[dict]) -> list[str]:
         header = [f"seconds of a whole run, {machine}", "steps", *map(plots.label, peers)]
         lines += [*table_with_flags([*header, "eager", "compiled"], cells), ""]
     text = """Whole runs are timed from the start of the process to its end, compiled ones with a filled cache, ours
-        as a user starts them: with TensorBoard's files and checkpoints, which the peers do not write. Median of three
+        as a user starts them: with TensorBoard's files and checkpoints, which the peers do not write. Median of several
         runs (shortest to longest), or a single run."""
     return lines + [*paragraph(text), ""] * bool(lines)
 
