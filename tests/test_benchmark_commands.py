@@ -201,5 +201,21 @@ def test_a_pair_is_shown_hunk_by_hunk(capsys):
     added = [line for line in done.stdout.splitlines() if line.startswith("+")]
     assert "+    compile: bool = True" in "\n".join(added)
     assert "── train, line " in done.stdout
-    assert "\033[32m+    compile: bool = True" in diff.render("ppo", is_coloured=True)
+    pair = [Path(ROOT) / "scripts" / f"ppo{suffix}.py" for suffix in ("", "_torchcompile")]
+    assert "\033[32m+    compile: bool = True" in diff.render(*pair, is_coloured=True)
     assert benchmark_here(capsys, "diff", "sarsa").stderr.startswith("error: no pair sarsa; there are a3c_ray")
+
+
+def test_a_copy_of_a_pair_is_shown_by_its_path(tmp_path, capsys):
+    for suffix in ("", "_torchcompile"):
+        text = (Path(ROOT) / "scripts" / f"ppo{suffix}.py").read_text()
+        (tmp_path / f"mine{suffix}.py").write_text(
+            text.replace("gamma: float = 0.99", f"gamma: float = 0.9{len(suffix)}")
+        )
+    shown = benchmark_here(capsys, "diff", str(tmp_path / "mine.py")).stdout
+    assert shown.startswith("mine.py and mine_torchcompile.py differ") and "-    gamma: float = 0.90" in shown
+    (tmp_path / "mine_torchcompile.py").unlink()
+    assert (
+        f"there is no {tmp_path / 'mine_torchcompile.py'}"
+        in benchmark_here(capsys, "diff", str(tmp_path / "mine.py")).stderr
+    )

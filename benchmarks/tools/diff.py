@@ -1,8 +1,9 @@
 """How the two scripts of a pair differ, hunk by hunk, each with its reason: ./run.sh diff PAIR.
 
-PAIR is the name of an eager script, such as ppo. The reasons come first, taken from the compiled script's own
-`# compile:` comments, then the hunks. Docstrings are left out, and everything below the rule, where compiled scripts
-have some additional functions, identical in all of them. Colours are used only if the output is a terminal.
+PAIR is the name of an eager script, such as ppo, or the path of your own, whose twin lies beside it. The reasons come
+first, taken from the compiled script's own `# compile:` comments, then the hunks. Docstrings are left out, and
+everything below the rule, where compiled scripts have some additional functions, identical in all of them. Colours are
+used only if the output is a terminal.
 
 Measures: nothing.
 Takes: no time.
@@ -21,7 +22,7 @@ from typing import Annotated
 
 import tyro
 
-from benchmarks.common.programs import SCRIPTS, SUFFIX, check_known, pairs
+from benchmarks.common.programs import SCRIPTS, SUFFIX, check_known, fail, pairs
 
 COLOURS = {"+": "32", "-": "31", "#": "1;36", "@": "1"}  # ANSI: added, removed, a reason, a hunk's title
 CONTEXT = 2  # lines around a change
@@ -30,7 +31,7 @@ WIDTH = 100  # of the list of reasons
 
 @dataclass
 class Options:
-    pair: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PAIR")]  # name of the eager script, such as ppo
+    pair: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PAIR")]  # name, or path, of the eager script
 
 
 @dataclass
@@ -62,9 +63,9 @@ def read_code(path: Path) -> list[str]:
     return [""] * docstring.end_lineno + lines[docstring.end_lineno :]
 
 
-def hunks(pair: str) -> list[Hunk]:
+def hunks(eager: Path, compiled: Path) -> list[Hunk]:
     """What to change in the eager script of a pair to get the compiled one."""
-    old, new = (read_code(SCRIPTS / f"{pair}{suffix}.py") for suffix in ("", SUFFIX))
+    old, new = read_code(eager), read_code(compiled)
     found = []
     for group in difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(CONTEXT):
         lines = []
@@ -83,18 +84,18 @@ def paint(text: str, mark: str, is_coloured: bool) -> str:
     return f"\033[{COLOURS[mark]}m{text}\033[0m" if is_coloured and mark in COLOURS else text
 
 
-def render(pair: str, is_coloured: bool) -> str:
+def render(eager: Path, compiled: Path, is_coloured: bool) -> str:
     """The whole text: reasons first, then the hunks."""
-    found = hunks(pair)
+    found = hunks(eager, compiled)
     changed = [line for hunk in found for line in hunk.lines if line[0] != " "]
     reasons = [reason for hunk in found for reason in hunk.reasons()]
     what = f"{len(changed)} lines of code, for {len(reasons)} reasons"
-    lines = [f"{pair}.py and {pair}{SUFFIX}.py differ in {what} (README counts those of the docstrings, too):", ""]
+    lines = [f"{eager.name} and {compiled.name} differ in {what} (README counts those of the docstrings, too):", ""]
     for i, reason in enumerate(reasons, 1):
         wrapped = textwrap.fill(reason, WIDTH, initial_indent=f"{i}. ", subsequent_indent="   ")
         lines.append(paint(wrapped, "#", is_coloured))
     for hunk in found:
-        lines += ["", paint(f"── {hunk.place}, line {hunk.line} of {pair}{SUFFIX}.py", "@", is_coloured)]
+        lines += ["", paint(f"── {hunk.place}, line {hunk.line} of {compiled.name}", "@", is_coloured)]
         for line in hunk.lines:
             is_reason = line[0] == "+" and line[1:].lstrip().startswith("# ")
             lines.append(paint(line, "#" if is_reason else line[0], is_coloured))
@@ -102,6 +103,13 @@ def render(pair: str, is_coloured: bool) -> str:
 
 
 def main(options: Options) -> None:
-    check_known("pair", [options.pair], pairs())
+    eager = Path(options.pair)
+    if eager.suffix != ".py":
+        check_known("pair", [options.pair], pairs())
+        eager = SCRIPTS / f"{options.pair}.py"
+    compiled = eager.with_stem(f"{eager.stem}{SUFFIX}")
+    for path in (eager, compiled):
+        if not path.is_file():
+            fail(f"there is no {path}")
     with contextlib.suppress(BrokenPipeError):  # as in `diff ppo | head`
-        print(render(options.pair, sys.stdout.isatty()), flush=True)
+        print(render(eager, compiled, sys.stdout.isatty()), flush=True)
