@@ -34,6 +34,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import shlex
 import signal
 import subprocess
@@ -361,6 +362,11 @@ class Adam(nn.Module):
         views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
         self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
 
+    def zero_grad(self, **_settings) -> None:
+        """For loops of your own that call `backward`, which adds to `.grad`, and hand `.grad` to `step`."""
+        for weight in self.weights:
+            weight.grad = None
+
     def state_dict(self, **settings) -> dict:
         """The state for a checkpoint; SystemExit(2) if frozen weights are to learn now, as no step changes them."""
         if any(weight.requires_grad for weight in self.frozen):
@@ -493,7 +499,11 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
         draw, inputs = (torch.randn if isinstance(x, nn.Parameter) else torch.rand), math.prod(x.shape[1:])
         x.add_((draw(x.shape, generator=generator) / max(1, inputs) ** 0.5).to(x.device, x.dtype))
     try:  # one row on its own, since layers may look at the whole batch
-        check_same(np.concatenate([acting(obs[:1]), acting(obs[1:])]), learning(torch.from_numpy(obs)), obs)
+        acted, learnt = np.concatenate([acting(obs[:1]), acting(obs[1:])]), learning(torch.from_numpy(obs))
+        sizes = acted.shape[1:], tuple(learnt.shape[1 - acted.ndim :])
+        if sizes[0] and sizes[0] != sizes[1]:
+            raise ValueError("its outputs are {}, of the one that learns {}: `forward` does more?".format(*sizes))
+        check_same(acted, learnt, obs)
     except (ValueError, IndexError) as error:  # such as BatchNorm's for a single row
         hint = " (at random observations; if it never sees such ones, leave `check_policy` out)"
         fail(f"the policy can't act: {error}{hint * isinstance(error, IndexError)}")
@@ -738,6 +748,13 @@ def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray, in
             raise ValueError("an observation or a reward is NaN or infinite")
 
 
+def check_chosen(action: np.ndarray, space: gym.Space) -> None:
+    """ValueError for an action that a Discrete space does not have; EnvPool would read memory that is not its own."""
+    is_discrete = isinstance(space, gym.spaces.Discrete)
+    if is_discrete and (action.min() < space.start or action.max() >= space.start + space.n):
+        raise ValueError(f"actions {action.tolist()} by a space {space}: does the network have an output for each?")
+
+
 def warn_of_pixels(space: gym.Space, obs_dim: int) -> None:
     if space.dtype == np.uint8 and obs_dim > 1000:
         print("note: these pixels go into an MLP; ppo_atari_envpool has convolutions", file=sys.stderr)
@@ -831,6 +848,7 @@ class Envs:
             obs = self.flatten(obs)
             check_finite(obs, reward, terminated, self.last_obs)  # not 0: a normalization may count it
             if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
+                check_chosen(action, self.action_space)  # only now and then, as it takes microseconds
                 self.note_ends(infos, terminated | truncated)
         except (Exception, SystemExit) as error:  # whatever an environment brings up, or the pipe to a dead worker
             self.stop(self.explain(error))
@@ -910,6 +928,14 @@ def validate(args: Args) -> torch.device:
     return device
 
 
+def refuse_idle_calls() -> None:
+    """Refuse functions that would do nothing in this file: they work on `.grad`, and gradients are kept elsewhere."""
+    source = Path(__file__).read_text()
+    idle = re.search(r"\b(clip_grad_\w+|optim\.[A-Z]\w*)\(", source)
+    if idle and not re.search(r"\.backward\(|\.grad\b[^`\n]*= (?!None)", source):
+        fail(f"`{idle[1]}` would do nothing: `torch.autograd.grad` returns gradients, and sets no `.grad`; `clip` them")
+
+
 def typed_flags() -> list[str]:
     """The command line, with CleanRL's --cuda translated; SystemExit(2) for its other flags, with a replacement."""
     words = [{"--cuda": "--device=auto", "--no-cuda": "--device=cpu"}.get(word, word) for word in sys.argv[1:]]
@@ -965,7 +991,7 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
         name = name.replace("-", "_")
         if name not in CHANGEABLE:
             why = "can't change in a run" if hasattr(saved, name) else "is no setting"
-            fail(f"--override {change}: {name} {why}; NAME=VALUE is for {', '.join(CHANGEABLE)}")
+            fail(f"--override {change}: {name} {why}; NAME=VALUE is for CHANGEABLE: {', '.join(CHANGEABLE)}")
         flag = f"--{name.replace('_', '-')}={value}"
         new = tyro.cli(tyro.conf.FlagConversionOff[Args], args=[flag], default=saved)
         print(f"{name} was {getattr(saved, name)}, from here on {getattr(new, name)}", file=sys.stderr)
@@ -1010,6 +1036,26 @@ def check_storable(name: str, value) -> None:
         fail(f"{name} is {type(value).__name__}, which no checkpoint can hold: make it a tensor, a number, a string")
 
 
+def check_owners(state: dict) -> None:
+    """Refuse weights that would not be saved, would never learn, or would learn twice: all by `run.open`'s parts."""
+    modules = {name: part for name, part in state.items() if isinstance(part, nn.Module)}
+    saved = {id(x): f"{name}.{key}" for name, part in modules.items() for key, x in part.named_parameters()}
+    owners = {}
+    for name, part in state.items():
+        groups = [x for group in getattr(part, "param_groups", ()) for x in group["params"]]
+        for weight in part.weights if isinstance(part, Adam) else groups:
+            if id(weight) not in saved:
+                fail(f"`run.open` must get the modules whose weights `{name}` changes, for checkpoints")
+            if isinstance(part, Adam) and id(weight) in owners:
+                fail(f"`{name}` and `{owners[id(weight)]}` both change `{saved[id(weight)]}`")
+            owners[id(weight)] = name
+    for name, part in modules.items():
+        idle = [key for key, x in part.named_parameters() if x.requires_grad and id(x) not in owners]
+        if idle and not name.startswith("target"):
+            hint = "give it one, or freeze it by `requires_grad_(False)`"
+            fail(f"no optimizer that `run.open` got changes `{name}.{idle[0]}`: {hint}")
+
+
 class Run:
     """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
 
@@ -1019,12 +1065,13 @@ class Run:
     def __init__(self, args: Args):
         """Load the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
         self.args, self.checkpoint = load_checkpoint(args)
-        self.device = validate(self.args)
+        self.device, self.settings = validate(self.args), asdict(self.args)  # as given, whatever a loop makes of them
         counters = (self.checkpoint.get(name, 0) for name in ("global_step", "iteration", "num_updates", "seconds"))
         self.step, self.iteration, self.num_updates, self.seconds = counters
         self.logged_step = self.saved_step = self.first_step = self.step
         self.episodes, self.returns, self.stopped_by = [], deque(maxlen=100), None
         self.checkpoint_every = self.args.checkpoint_every or max(1, self.args.total_timesteps // 10)
+        refuse_idle_calls()
         random.seed(self.args.seed)
         np.random.seed(self.args.seed % 2**32)
         torch.manual_seed(self.args.seed)
@@ -1067,6 +1114,7 @@ class Run:
                 fail(f"`run.open` can't keep `{name}` in checkpoints: they use this name; give it another one")
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 fail(f"`run.open`: `{name}` needs `state_dict` and `load_state_dict`, as an nn.Module with buffers has")
+        check_owners(state)
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
         if self.checkpoint:
             self.restore()
@@ -1167,6 +1215,9 @@ class Run:
     def log(self, metrics: dict[str, float]) -> None:
         """Write a line, with means over the episodes that ended since the last line, and save if that is due."""
         seconds = time.perf_counter() - self.start_time
+        self.check_settings()
+        if taken := metrics.keys() & {"global_step", "seconds", "charts/SPS", "charts/episodic_return"}:
+            fail(f"a metric can't be called {taken.pop()}: the log itself uses this name")
         metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
             self.returns.extend(episode_return for episode_return, _ in self.episodes)
@@ -1193,13 +1244,19 @@ class Run:
         if self.step // self.checkpoint_every > self.saved_step // self.checkpoint_every:
             self.save()
 
+    def check_settings(self) -> None:
+        """Refuse a learning rate that was changed in `args`, where only annealing reads it."""
+        for name in [x for x in self.settings if x.endswith(("learning_rate", "_lr")) and x != "anneal_lr"]:
+            if getattr(self.args, name) != self.settings[name] and not getattr(self.args, "anneal_lr", False):
+                fail(f"`args.{name}` has changed, which nothing reads: fill the optimizer's `learning_rate` instead")
+
     def save(self) -> None:
         """Write the checkpoint beside the old one, then replace that: a complete one is on disk at all times."""
         modules = [part for part in self.state.values() if isinstance(part, nn.Module)]
         if not all(weight.isfinite().all() for module in modules for weight in module.parameters()):
             sys.exit(f"error: weights are NaN or infinite at step {self.step}; {self.hint()}")
         state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng}
-        state |= {"script": Path(__file__).name, "args": asdict(self.args), "seconds": self.seconds}
+        state |= {"script": Path(__file__).name, "args": self.settings, "seconds": self.seconds}
         state |= {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
         check_storable("state", state)  # parts of it may have another type than at the start
         new = self.dir / "checkpoint.tmp"

@@ -126,6 +126,7 @@ def of_the_file(lines: str) -> Change:
 
 
 SCHEDULE = "args.ent_coef * (1 - iteration / num_iterations)"
+PPO = "ppo_continuous_action"
 CLASS_ATTRIBUTE = "    sharpness = 1.0\n\n    def __init__(self, obs_dim: int, num_actions: int):\n"
 LOGITS = "self.actor(obs).log_softmax(1)"
 INIT = "    def __init__(self, obs_dim: int, num_actions: int):\n"
@@ -683,6 +684,7 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(copy, train_copy, capsys
     error = capsys.readouterr().err.splitlines()[-1]
     assert end.value.code == 2 and error.startswith("error: this can't be compiled: ")
     assert "--no-compile does without" in error and "copy0_of_ppo" in error
+    assert "float(entropy)" in error  # the line itself
 
 
 @pytest.mark.parametrize("way", ["a local of train", "a setting", "a global", "an attribute of the optimizer"])
@@ -755,7 +757,8 @@ def test_a_step_that_is_given_a_number_is_refused(copy, train_copy, capsys, name
     """What is compiled is called by plain functions: the number would stay what it was at first."""
     with pytest.raises(SystemExit):
         train_copy(copy(name, *STEPS[name]), name, **quick(name.removesuffix("_torchcompile")), compile=True)
-    assert re.search(r"argument \d, 0, of `\w+` is no tensor", capsys.readouterr().err)
+    called = {"sac_continuous_action_torchcompile": "step_actor", "ppo_torchcompile": "update_minibatch"}[name]
+    assert re.search(rf"argument \d, 0, of `{called}` is no tensor", capsys.readouterr().err)
 
 
 def test_cache_of_a_library_may_change():
@@ -1823,6 +1826,7 @@ def test_a_changed_learning_rate_reaches_an_optimizer_of_torch(copy, train_copy,
     line = "    run.open(envs, agent=agent, optimizer=optimizer)\n"
     more = "    other, own = (torch.optim.SGD(agent.parameters(), rate) for rate in (args.learning_rate, 0.125))\n"
     module = copy("ppo", (line, more + line.replace("optimizer)", "optimizer, other=other, own=own)")))
+    module.refuse_idle_calls = lambda: None
     train_copy(module, "ppo", learning_rate=0.01)
     run_dir = tmp_path / "copy_run0"
     settings = {"resume": str(run_dir), "total_timesteps": 1024, "override": ("learning_rate=0.5",)}
@@ -2015,7 +2019,9 @@ def test_an_auxiliary_head_learns_by_the_adam_of_its_network(copy, train_copy, n
     both = made.replace(f"Adam({network},", f"Adam(nn.ModuleList([{network}, head]),")
     head = "head = nn.Linear(envs.obs_dim, envs.obs_dim).to(device); heads.extend([head, deepcopy(head)])"
     aux = f"grad({loss} + (head(obs) - obs).square().mean(),"
-    module = copy(name + twin, (made, f"    {head}\n{both}"), (f"grad({loss},", aux))
+    opened = next(x for x in ("run.open(envs, ", "run.open(\n        envs, ") if x in source_of(name + twin))
+    kept = opened, f"{opened}head=head, "
+    module = copy(name + twin, (made, f"    {head}\n{both}"), (f"grad({loss},", aux), kept)
     module.heads = heads = []
     train_copy(module, name, **{"compile": False} if twin else {})
     assert not torch.equal(*(head.weight for head in heads))
@@ -2193,3 +2199,180 @@ def test_critics_that_cannot_run_stacked_are_refused(copy, train_copy, capsys, n
             train_copy(module, name, compile=False)
         error = capsys.readouterr().err
         assert expected is RuntimeError or (end.value.code == 2 and "these critics can't be stacked: " in error)
+
+
+# Gradients, optimizers and what they change
+
+
+@pytest.mark.parametrize("twin", ["", "_torchcompile"])
+def test_a_loop_that_calls_backward_learns_the_same(copy, train_copy, twin):
+    """`Adam.zero_grad` clears the gradients to which `backward` adds, eager and compiled."""
+    step = "optimizer.step(torch.autograd.grad(td_loss, optimizer.weights))"
+    own = (
+        "optimizer.zero_grad()\n        td_loss.backward()\n        optimizer.step([w.grad for w in optimizer.weights])"
+    )
+    runs = [train_copy(copy(f"dqn{twin}", *changes), "dqn", **quick("dqn")) for changes in ((), ((step, own),))]
+    assert runs[0][-1]["losses/td_loss"] == pytest.approx(runs[1][-1]["losses/td_loss"], rel=1e-4)
+    assert len(runs[0]) == len(runs[1])
+
+
+IDLE = {
+    "clip": ("optimizer.step(", "nn.utils.clip_grad_norm_(agent.parameters(), 0.5)\n        optimizer.step("),
+    "torch": (
+        "    run.open(envs, ",
+        "    other = torch.optim.AdamW(agent.parameters())\n    run.open(envs, other=other, ",
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "named"), [("clip", "clip_grad_norm_"), ("torch", "optim.AdamW")])
+@pytest.mark.parametrize("name", ["ppo", "ppo_torchcompile"])
+def test_what_would_find_no_gradient_is_refused(copy, train_copy, capsys, name, kind, named):
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy(name, IDLE[kind]), "ppo")
+    assert end.value.code == 2 and f"`{named}` would do nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["loss.backward()", "weight.grad = gradient", "w.grad, g = g, None"])
+def test_what_finds_gradients_may_work_on_them(copy, line):
+    module = copy("ppo", IDLE["clip"], ("optimizer.step(clip", f"# {line}\n        optimizer.step(clip"))
+    module.refuse_idle_calls()
+
+
+OWNERS = {
+    "Adam(agent.actor, args.learning_rate)": "no optimizer that `run.open` got changes `agent.critic.0.weight`",
+    "Adam(nn.ModuleList([agent, nn.Linear(2, 2)]), args.learning_rate, eps=1e-5)": "must get the modules whose weights",
+    "Adam(agent, args.learning_rate); second = Adam(agent.critic, 0.1)": "both change `agent.critic.0.weight`",
+    "torch.optim.Adam(nn.Linear(2, 2).parameters())": "must get the modules whose weights `optimizer` changes",
+}
+
+
+@pytest.mark.parametrize("made", OWNERS)
+def test_each_weight_has_one_optimizer_and_is_saved(copy, train_copy, capsys, tmp_path, made):
+    changes = [("Adam(agent, args.learning_rate, eps=1e-5)", made)]
+    changes += [("optimizer=optimizer)", "optimizer=optimizer, second=second)")] * ("second" in made)
+    module = copy("ppo", *changes)
+    module.refuse_idle_calls = lambda: None
+    with pytest.raises(SystemExit) as end:
+        train_copy(module, "ppo")
+    assert end.value.code == 2 and OWNERS[made] in capsys.readouterr().err
+    assert not (tmp_path / "copy_run0").exists()
+
+
+@pytest.mark.parametrize("twin", ["", "_torchcompile"])
+def test_a_rate_of_its_own_for_the_critic_works_as_the_page_says(copy, train_copy, monkeypatch, twin):
+    """By a rate of 0 the critic stays as it is, and all else learns."""
+    page, name = (ROOT / "docs" / "ppo.md").read_text().partition("rate of its own for the critic")[2], PPO + twin
+    made, stepped = re.findall(r"```python\n(.+?)```", page, re.DOTALL)[:2]
+    lines = source_of(name).splitlines()
+    old_made = next(x for x in lines if x.startswith("    optimizer = Adam("))
+    old_step = next(x for x in lines if x.startswith("        optimizer.step(clip("))
+    changes = [(old_made, made.replace("1e-3", "0.0").rstrip()), (old_step, stepped.rstrip())]
+    module = copy(name, *changes, ("optimizer=optimizer,", "optimizer=optimizer, critic_optimizer=critic_optimizer,"))
+    agents, check = [], module.check_owners
+
+    def keep(state: dict) -> None:
+        check(state)
+        agents.extend([state["agent"], deepcopy(state["agent"])])
+
+    monkeypatch.setattr(module, "check_owners", keep)
+    train_copy(module, PPO)
+    pairs = zip(*(agent.named_parameters() for agent in agents), strict=True)
+    kept = {key for (key, now), (_, before) in pairs if torch.equal(now, before)}
+    assert kept == {key for key, _ in agents[0].named_parameters() if key.startswith("critic.")}
+
+
+@pytest.mark.parametrize("twin", ["", "_torchcompile"])
+def test_a_coefficient_that_adapts_is_kept_as_the_page_says(copy, train_copy, tmp_path, twin):
+    page, name = (ROOT / "docs" / "ppo.md").read_text().partition("A coefficient that adapts")[2], PPO + twin
+    text = re.search(r"```python\n(.+?)```", page, re.DOTALL)[1]
+    before, in_the_update, after = text.replace("0.005", "10.0").split("    ...\n")  # halved in each iteration
+    lines = source_of(name).splitlines()
+    logged = next(x for x in lines if x.startswith("        # Log"))
+    step = next(x for x in lines if x.startswith("        optimizer.step(clip("))
+    changes = [before_the_loop(before.strip()), (logged, f"{after.rstrip()}\n{logged}")]
+    changes += [(step, f"{in_the_update.rstrip()}\n{step}")]
+    module = copy(name, *changes, ("optimizer=optimizer,", "optimizer=optimizer, adaptive=adaptive,"))
+    train_copy(module, PPO)
+    path = tmp_path / "copy_run0" / "checkpoint.pt"
+    for _ in range(2):
+        state = torch.load(path, weights_only=True)
+        assert state["adaptive"]["kl_coef"].item() == pytest.approx(0.2 * 0.5 ** state["iteration"])
+        module.train(module.Args(resume=str(path.parent), total_timesteps=state["global_step"] + 128, device="cpu"))
+    assert torch.load(path, weights_only=True)["iteration"] > state["iteration"]
+
+
+@pytest.mark.parametrize("layer", ["Dropout(0.5)", "BatchNorm1d(120)"])
+@pytest.mark.parametrize("twin", ["", "_torchcompile"])
+def test_layers_that_act_in_another_mode_work_as_the_page_says(copy, train_copy, twin, layer):
+    page = (ROOT / "docs" / "dqn.md").read_text().partition("**Dropout, BatchNorm.**")[2]
+    made, update = re.search(r"```python\n(.+?)```", page, re.DOTALL)[1].split("    ...\n")
+    lines = source_of(f"dqn{twin}").splitlines()
+    network, target = (
+        next(x for x in lines if x.startswith(f"    {name} = ")) for name in ("network", "target_network")
+    )
+    changes = [(f"{network}\n{target}", f"{network}\n{made}{target}"), ("                losses = update()\n", update)]
+    changes += [
+        ("nn.Linear(120, 84)", f"nn.{layer}, nn.Linear(120, 84)"),
+        ("numpy_mlp(collector.net)", "numpy_mlp(collector)"),
+    ]
+    log = train_copy(copy(f"dqn{twin}", *changes), "dqn", **quick("dqn"))
+    assert "losses/td_loss" in log[-1]
+
+
+def test_settings_that_a_loop_changes_are_kept_as_they_were_given(copy, train_copy, tmp_path):
+    """So a resumed run begins with them, not with what a schedule made of them."""
+    loop = "    while run.goes_on():\n"
+    train_copy(copy("dqn", (loop, f"{loop}        args.gamma = 0.5\n")), "dqn", **quick("dqn"))
+    assert torch.load(tmp_path / "copy_run0" / "checkpoint.pt", weights_only=True)["args"]["gamma"] == 0.99
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [("dqn", "learning_rate"), ("td3_continuous_action", "learning_rate"), ("sac_continuous_action", "q_lr")],
+)
+def test_a_learning_rate_that_nothing_reads_is_refused(copy, train_copy, capsys, name, setting):
+    loop = "    while run.goes_on():\n"
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy(name, (loop, f"{loop}        args.{setting} *= 0.99\n")), name, **quick(name))
+    assert end.value.code == 2 and f"`args.{setting}` has changed, which nothing reads" in capsys.readouterr().err
+
+
+def test_a_learning_rate_that_is_annealed_may_be_changed(copy, train_copy):
+    module = copy("ppo", in_the_loop("args.learning_rate = 0.5"))
+    assert train_copy(module, "ppo")[0]["charts/learning_rate"] == 0.5
+    with pytest.raises(SystemExit):
+        train_copy(module, "ppo", anneal_lr=False)
+
+
+def test_names_of_the_log_are_refused_for_metrics_of_ones_own(copy, train_copy, capsys):
+    for name in ("charts/episodic_return", "global_step"):
+        module = copy("dqn", ("run.log({**metrics,", f"run.log({{**metrics, {name!r}: 1.0,"))
+        with pytest.raises(SystemExit) as end:
+            train_copy(module, "dqn", **quick("dqn"))
+        assert end.value.code == 2 and f"can't be called {name}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["dqn", "ppo"])
+def test_a_network_with_more_outputs_than_actions_is_noticed(copy, train_copy, capsys, name):
+    """EnvPool, which takes any number, would read what lies behind its own memory."""
+    wide = {"dqn": ("nn.Linear(84, num_actions)", "nn.Linear(84, 64 * num_actions)")}
+    wide["ppo"] = "self.actor = mlp(obs_dim, num_actions,", "self.actor = mlp(obs_dim, 64 * num_actions,"
+    sums = [
+        ("exponential_().log()", "exponential_().log()"),
+        ("*action.shape, num_actions)", "*action.shape, 64 * num_actions)"),
+    ]
+    settings = {"env_id": "CartPole-v1", "env_backend": "envpool", "num_envs": 2}
+    more = {"epsilon_start": 0.0, "epsilon_end": 0.0} if name == "dqn" else {}
+    with pytest.raises(SystemExit):
+        train_copy(copy(name, wide[name], *(sums if name == "ppo" else [])), name, **settings, **more)
+    assert "does the network have an output for each?" in capsys.readouterr().err
+
+
+def test_outputs_of_another_shape_are_shown(copy, train_copy, capsys):
+    head = "nn.Linear(84, num_actions)", "nn.Linear(84, 3 * num_actions)"
+    mean = "return self.net(obs)", "return self.net(obs).view(len(obs), -1, 3).mean(2)"
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy("dqn", head, mean), "dqn")
+    assert end.value.code == 2
+    assert re.search(r"its outputs are \(\d+,\), of the one that learns \(\d+,\)", capsys.readouterr().err)
