@@ -32,7 +32,7 @@ usage: ./run.sh COMMAND [FLAGS]
                         --dry-run; PYTHON=... runs it without .venv
   readme                make all tables and figures again from the committed results
   stale                 which committed results today's code might not give again, and why; --note marks them
-  test [FLAGS]          run the test suite; FLAGS go to pytest
+  test [FLAGS]          run all tests; `test quick` leaves out the slow ones; other FLAGS go to pytest
 
 COMMAND --help says what it measures, how long that takes and what it leaves. Paths are those of the folder that you
 are in. Everything is installed into .venv beside this file, in the versions of requirements/constraints.txt.
@@ -147,12 +147,14 @@ case $command in
     install requirements-test
     cd "$root"
     # With FLAGS: the tests that they name, in this order, in one process
-    [ $# -eq 0 ] || exec .venv/bin/python -m pytest "$@"
-    echo "the whole suite takes 20 to 60 minutes, by the CPU; one file of it: ./run.sh test tests/test_pairs.py"
+    [ $# -eq 0 ] || [ "$*" = quick ] || exec .venv/bin/python -m pytest "$@"
     .venv/bin/python -m ruff check
     .venv/bin/python -m ruff format --check
+    beside=(--numprocesses auto --dist worksteal)
+    [ $# -eq 0 ] || exec .venv/bin/python -m pytest -q "${beside[@]}" -m "not alone and not slow"
+    echo "the whole suite takes 20 to 60 minutes, by the CPU; nine tests of ten, sooner: ./run.sh test quick"
     status=0
-    .venv/bin/python -m pytest -q --numprocesses auto --dist worksteal -m "not alone" || status=$?
+    .venv/bin/python -m pytest -q "${beside[@]}" -m "not alone" || status=$?
     .venv/bin/python -m pytest -q -m alone || status=$?
     exit $status
     ;;

@@ -170,6 +170,7 @@ def test_run_is_reproduced_to_the_last_bit(train, name, sync_gradients):
     assert all(line["runners/staleness_max"] == 0 for line in a.lines)
 
 
+@pytest.mark.slow
 @BOTH_KINDS
 @pytest.mark.parametrize("compile", [False, True])
 def test_compiled_twin_computes_the_same(train, env_id, compile):

@@ -121,6 +121,7 @@ def replay(played: Played, env_id: str = "Breakout-v5", frame_skip: int = 4) -> 
 # Scores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "limit"),
     [
@@ -208,6 +209,7 @@ def test_the_loss_of_the_policy_goes_up_with_what_was_better_than_expected(train
     assert len(checked) == 4 and all(checked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("async_envs", [False, True])
 def test_policy_sees_the_stacks_of_envpool(play, monkeypatch, async_envs):
     """Frames travel one by one; from rollout to rollout, after lost lives and in new games they make EnvPool's stacks.
@@ -229,6 +231,7 @@ def test_policy_sees_the_stacks_of_envpool(play, monkeypatch, async_envs):
     assert games.game_over.any() and (games.terminated & ~games.game_over).any()
 
 
+@pytest.mark.slow
 def test_nothing_is_learnt_from_a_reset(train, monkeypatch):
     """Its row shows the last frame of the game that is over, which so makes no difference to anything."""
     runs, recv, spoilt = [], SCRIPT.Envs.recv, []
@@ -359,6 +362,7 @@ def test_noise_is_new_in_each_rollout(train, monkeypatch):
     assert (first == second).mean() < 0.5  # of four actions that are nearly alike
 
 
+@pytest.mark.slow
 def test_reset_may_be_the_first_row_of_a_rollout(play, monkeypatch):
     """`test_learns_from_what_the_games_gave` with rollouts of three steps."""
     rollouts, gae = [], SCRIPT.gae
@@ -372,6 +376,7 @@ def test_reset_may_be_the_first_row_of_a_rollout(play, monkeypatch):
 # Both ways to step the games
 
 
+@pytest.mark.slow
 def test_halves_play_what_all_at_once_play(play):
     """Each game takes exactly `num_steps` steps in a rollout, in order, by the same actions, however it is waited for.
 
@@ -459,6 +464,7 @@ def assert_agree(run, other, rel: float) -> None:
         assert difference.norm() <= rel * max(weight.norm(), 1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bf16", "rel"), [(False, 1e-3), (True, 0.1)])
 def test_compiled_twin_computes_the_same(train, bf16, rel):
     """Policy and update compile once each. Of one rollout, so that rounding does not come back from the games."""
@@ -515,6 +521,7 @@ def test_freed_memory_stays_with_the_process(train):
     assert resident_pages() > pages - 1000
 
 
+@pytest.mark.slow
 def test_same_seed_same_run(train):
     first, second, other = (train(seed=seed) for seed in (1, 1, 2))
     assert first.metrics() == second.metrics() != other.metrics()
@@ -590,6 +597,7 @@ def test_evaluation_plays_whole_games_by_the_most_probable_actions(train, capsys
     assert returns == scores
 
 
+@pytest.mark.slow
 def test_policy_of_a_checkpoint_sees_the_stacks_of_envpool(train, monkeypatch):
     """Of which a game's first frame makes all four, in the second game, too."""
     seen = []

@@ -15,6 +15,7 @@ from benchmarks.tools import demo
 SMALL = ("--num-steps", "64", "--num-minibatches", "4", "--no-compile", "--no-tensorboard", "--env-id", "Pendulum-v1")
 
 
+@pytest.mark.slow
 def test_demo_ends_with_curve_and_summary(tmp_path):
     done = benchmark("demo", "--total-timesteps", 1024, "--run-dir", tmp_path / "run", *SMALL)
     assert done.returncode == 0, done.stderr
@@ -24,6 +25,7 @@ def test_demo_ends_with_curve_and_summary(tmp_path):
     assert "mean of the last 5 episodes" in done.stdout and "steps/s" in done.stdout
 
 
+@pytest.mark.slow
 def test_demo_stopped_says_how_to_go_on_and_goes_on(tmp_path, capfd):
     folder = tmp_path / "run"
     program = [sys.executable, "-m", "benchmarks", "demo", "--total-timesteps", "100_000"]
@@ -40,6 +42,7 @@ def test_demo_stopped_says_how_to_go_on_and_goes_on(tmp_path, capfd):
     assert bad.returncode == 2 and "error: --gamma" in bad.stderr
 
 
+@pytest.mark.slow
 def test_demo_hands_on_help(capfd):
     shown = benchmark_here(capfd, "demo", "--help")
     assert shown.returncode == 0 and "--num-minibatches" in shown.stdout

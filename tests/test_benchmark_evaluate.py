@@ -182,6 +182,7 @@ def test_video_of_an_environment_of_envpool(tmp_path, monkeypatch, capsys):
     evaluate.check_video(module, "Pong-v5", tmp_path / "a.mp4")  # whose observations are frames
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo_atari_envpool", "apex_dqn_ray"])
 def test_a_game_of_atari_is_filmed(name, tmp_path, monkeypatch):
     """Its frames, from the first to that before the end of the first game; without moviepy, which is not there."""
@@ -229,6 +230,7 @@ def start():
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_run_is_followed_until_it_has_ended(tmp_path, start, monkeypatch):
     """From its first checkpoint to its last, in a process beside that of the training."""
     folder = tmp_path / "run"

@@ -47,6 +47,7 @@ def dry_run(tmp_path, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_dry_run_of_correctness(dry_run):
     """As a program, the other stages in this process."""
     results, text = dry_run("correctness", is_program=True)
@@ -57,6 +58,7 @@ def test_dry_run_of_correctness(dry_run):
     assert results["tests"]["provenance"]["machine"]["cores"] > 0
 
 
+@pytest.mark.slow
 def test_dry_run_of_speed(dry_run):
     results, _ = dry_run("speed")
     (result,) = results["speed"]
@@ -65,6 +67,7 @@ def test_dry_run_of_speed(dry_run):
     assert [x["of"] for x in result["ratios"]] == ["lean"]
 
 
+@pytest.mark.slow
 def test_dry_run_of_more(dry_run):
     results, _ = dry_run("more")
     inference, other = results["inference"]
@@ -181,6 +184,7 @@ def test_speed_of_a_contestant_that_is_frozen_in_between(tmp_path):
     assert 250 < one.result()["steps_per_second"] < 550  # of 500 at most; with its sleep it would be 200
 
 
+@pytest.mark.slow
 def test_only_one_contestant_is_awake(tmp_path):
     """Of those that are measured: the others write nothing meanwhile."""
     contestants = [contestant(tmp_path / str(i)) for i in range(3)]
@@ -247,6 +251,7 @@ def test_a_contestant_that_crashes_is_a_row(tmp_path):
     assert "| failed: error: no memory | - |" in "\n".join(gpu.speed_lines(results[-1]))
 
 
+@pytest.mark.slow
 def test_pairs_are_compared_until_the_time_is_up(tmp_path, monkeypatch):
     """One pair's process writes a variant and then another one, one crashes, one hangs."""
     code = {
@@ -271,6 +276,7 @@ def test_pairs_are_compared_until_the_time_is_up(tmp_path, monkeypatch):
     assert seen[-1]["hangs"]["lean"]["failed"] == "no time left"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "seconds", "why"),
     [
@@ -344,6 +350,7 @@ for step in range(10**9):
 """
 
 
+@pytest.mark.slow
 def test_leanrl_is_measured_beside_ours(tmp_path):
     (tmp_path / "lean" / "leanrl").mkdir(parents=True)
     (tmp_path / "lean" / "leanrl" / "dqn_torchcompile.py").write_text(LEANRL)

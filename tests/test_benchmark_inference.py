@@ -25,6 +25,7 @@ def settings(path: str = "eager", **changes) -> dict:
     return {"network": "ppo", "path": path, "device": "cpu", "threads": 1, "seconds": 0.02, **changes}
 
 
+@pytest.mark.slow
 def test_inference_from_end_to_end(tmp_path):
     """A path that works, and one that this machine lacks."""
     flags = ["--networks", "ppo", "--paths", "numpy", "openxla", "--batch-sizes", 1, 8, "--seconds", 0.05]
@@ -69,6 +70,7 @@ def contestant(code: str, output: Path) -> turns.Contestant:
     return turns.Contestant([sys.executable, "-c", code], output)
 
 
+@pytest.mark.slow
 def test_a_contestant_that_dies_or_hangs_is_a_row(tmp_path):
     """One ends before its turn, one is killed in it, one is never ready, and the last one measures."""
     programs = {

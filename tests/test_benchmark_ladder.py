@@ -48,6 +48,7 @@ def test_what_replaces_compiled_takes_what_the_script_hands_it(script):
         inspect.signature(patch).bind(*call.args, **{x.arg: x.value for x in call.keywords})
 
 
+@pytest.mark.slow
 @each_ladder
 def test_all_uncompiled_rungs_learn_the_same(script):
     """But for rounding; compiled ones are compared before each measurement, as they take a minute."""

@@ -17,18 +17,21 @@ from benchmarks.throughput import throughput
 from benchmarks.tools import readme
 
 
+@pytest.mark.slow
 def test_the_tables_of_results_are_those_of_the_results():
     text = readme.TABLES.read_text()
     assert readme.BEGIN in text and readme.END in text
     assert text == readme.render(text)
 
 
+@pytest.mark.slow
 def test_a_changed_figure_is_noticed():
     text = readme.TABLES.read_text()
     row = next(line for line in text.splitlines() if line.startswith("| `ppo_continuous_action`, HalfCheetah"))
     assert readme.render(text.replace(row, row.replace("1", "2"))) == text
 
 
+@pytest.mark.slow
 def test_what_is_written_on_the_results_is_what_their_json_says(tmp_path):
     """Each file of Markdown below the results, made anew, is the one that is committed."""
     copy = tmp_path / "results"
@@ -113,6 +116,7 @@ def test_speeds_of_all_pairs_in_the_readme_are_those_of_the_results():
     assert f"gave {min(others):.1f} to {max(others):.1f} times these" in text and len(others) > 30
 
 
+@pytest.mark.slow
 def test_ratios_and_intervals_are_those_of_what_was_measured():
     """A result holds all rounds, and a report all scores, so what was derived from them can be derived again."""
     for path in readme.RESULTS.rglob("*.json"):

@@ -45,6 +45,7 @@ def test_speed_is_that_of_a_run_that_was_not_paused(tmp_path):
     assert report.steady_speed(run) == pytest.approx(3000, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_report_from_end_to_end(folder, tmp_path):
     done = benchmark("report", folder, "--out", tmp_path / "out" / "deep")
     assert done.returncode == 0, done.stderr
@@ -143,6 +144,7 @@ def test_a_verdict_compares_intervals(interval, seeds, steps, expected):
     assert report.verdict(row) == expected
 
 
+@pytest.mark.slow
 def test_curves_are_kept_and_redrawn(folder, tmp_path):
     """The figure is that of the curves in the report's folder: it comes out again, to the byte."""
     out = tmp_path / "out"

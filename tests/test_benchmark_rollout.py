@@ -34,6 +34,7 @@ def measure(monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_rollout_from_end_to_end(tmp_path):
     """One actor that works, and one of a package that may be missing, with one environment."""
     flags = ["--families", "classic", "--num-envs", 1, "--backends", "gymnasium", "--compile-actor", "numpy", "ort"]
@@ -51,6 +52,7 @@ def test_rollout_from_end_to_end(tmp_path):
     assert text in done.stdout and "| classic | gymnasium | 1 | numpy |" in text and "/tmp" not in text
 
 
+@pytest.mark.slow
 def test_the_flag_compiles(measure):
     """A silent flag is the fault that this is for: compiled, Dynamo has made a graph; off, it has not."""
     assert measure("off")["compiled_graphs"] == 0

@@ -177,6 +177,7 @@ def test_rows_of_a_report_have_the_commits_of_their_runs():
     assert found[0].files == ["scripts/ppo_torchcompile.py"] and "CartPole-v1" in found[0].name
 
 
+@pytest.mark.slow
 def test_what_is_stale_is_noted_and_marked():
     """A result that the code of today might not give again says so wherever it is shown."""
     if git("rev-parse", "--is-shallow-repository") != "false":

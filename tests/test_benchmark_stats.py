@@ -112,6 +112,7 @@ def test_intervals_over_few_rounds_are_wide_enough(rounds):
     assert np.mean([low < 1 < high for low, high in intervals]) == pytest.approx(0.95, abs=0.015)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seeds", "shares", "held"), [(5, (1.0, 1.0), 0.87), (5, (0.8, 1.0), 0.70), (10, (1.0, 1.0), 0.88)]
 )

@@ -26,6 +26,7 @@ def states(out: Path) -> list[tuple[str, str]]:
     return [(line["run"][-1], line["state"]) for line in sweep.read_journal(out / "journal.jsonl")[1:]]
 
 
+@pytest.mark.slow
 def test_sweep_from_end_to_end(tmp_path, capsys):
     flags = [*PPO, "--seeds", 1, 2, "--total-timesteps", 2000, "--jobs", 2, SMALL, "--out", tmp_path]
     done = benchmark("sweep", *flags)
@@ -49,6 +50,7 @@ def test_sweep_from_end_to_end(tmp_path, capsys):
     assert "--total-timesteps: a resumed sweep keeps its settings, 2000; leave" in other.stderr
 
 
+@pytest.mark.slow
 def test_after_sigkill_finished_runs_are_not_run_again(tmp_path, capsys):
     flags = [*PPO, "--seeds", "1", "2", "--total-timesteps", "8000", SMALL, "--out", str(tmp_path)]
     process = subprocess.Popen(
@@ -74,6 +76,7 @@ def test_after_sigkill_finished_runs_are_not_run_again(tmp_path, capsys):
     assert sweep.last_step(log) > 7000 and "2 of 2 runs finished" in done.stdout
 
 
+@pytest.mark.slow
 def test_failed_runs_are_shown_and_run_again(tmp_path, capsys):
     flags = ["--scripts", "ppo", "--seeds", 1, "--total-timesteps", 2000, "--out", tmp_path, "--jobs", 2, SMALL]
     ids = ["--env-ids", "CartPole-v1", "Pendulum-v1"]
@@ -101,6 +104,7 @@ def test_a_failed_run_does_not_count_though_it_came_near_its_end(tmp_path, monke
     assert row["seeds"] == [1] and [x["why"] for x in row["left_out"]] == ["it failed"]
 
 
+@pytest.mark.slow
 def test_time_limit_and_ctrl_c(tmp_path, capsys):
     flags = [*PPO, "--seeds", "1", "--total-timesteps", "10000000", SMALL]
     done = benchmark_here(capsys, "sweep", *flags, "--timeout", 1, "--out", tmp_path / "limit")

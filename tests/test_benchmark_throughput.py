@@ -62,6 +62,7 @@ def test_throughput_from_end_to_end(tmp_path):
     assert text in done.stdout and "| eager |" in text and str(tmp_path) not in text
 
 
+@pytest.mark.slow
 def test_a_contestant_that_fails_is_shown_and_the_others_count(tmp_path, capsys):
     arguments = ["--scripts", "ppo", "--variants", "eager", "--rounds", 1, "--seconds", 0.1, "--window", 0.05]
     arguments += ["--no-ceilings", "--flags=--num-minibatches 7", "--out", tmp_path]
@@ -251,6 +252,7 @@ def test_the_sampler_sees_where_the_time_goes(toy):
         assert value / total == pytest.approx(toy.taken[name] / total, abs=0.12)
 
 
+@pytest.mark.slow
 def test_the_sampler_sees_a_pool_of_workers(tmp_path):
     """Which has no `step`: sending actions and waiting for what comes back is the environments' time."""
     flags = ["--num-workers", 2, "--num-steps", 64, "--total-timesteps", 16_384]  # some 20 samples of the policy
@@ -261,6 +263,7 @@ def test_the_sampler_sees_a_pool_of_workers(tmp_path):
     assert len(lines) > 8 and all(sum(line[f"profile/{part}"] for line in lines) > 0 for part in ceilings.SECTIONS)
 
 
+@pytest.mark.slow
 def test_environments_alone_are_those_of_all_runners(tmp_path):
     """Two processes step, and both their steps are counted; the second one ends with the first."""
     flags = ["--num-runners", 2, "--envs-per-runner", 4, "--total-timesteps", 300_000, "--run-dir", tmp_path]
@@ -276,6 +279,7 @@ def test_environments_alone_are_those_of_all_runners(tmp_path):
     assert (tmp_path / "runner1" / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script", ["ppo", "dqn", "sac_continuous_action", "td3_continuous_action", "ppo_atari_envpool"]
 )
@@ -310,6 +314,7 @@ else:
     assert precision in ("highest", "high", "medium") and (float(denormal) == 0) == (script != "ppo")
 
 
+@pytest.mark.slow
 def test_the_environment_alone_is_stepped_without_a_pause():
     """Of games in two pools: all are sent the actions in turn, and end as they do together."""
     module = load_script(SCRIPTS / "ppo_atari_envpool.py")
@@ -359,6 +364,7 @@ def test_sac_of_sb3_has_the_learning_rates_of_the_script():
     assert rates == [args.policy_lr, args.q_lr, args.q_lr] and args.policy_lr != args.q_lr
 
 
+@pytest.mark.slow
 def test_an_atari_game_of_the_peers_goes_on_after_a_lost_life():
     """As in the script, a life is an episode for the learner, and the score is that of all five lives of a game."""
     if importlib.util.find_spec("stable_baselines3") is None:
@@ -386,6 +392,7 @@ def test_what_differs_from_a_peer_is_said():
     assert throughput.all_differences(old) == peers.differences("ppo_ray", ["rllib"])
 
 
+@pytest.mark.slow
 def test_dqn_of_the_peers_has_the_loss_and_the_layers_of_the_script():
     model, _ = peer_model("sb3", "dqn")
     from stable_baselines3.dqn import dqn
@@ -421,6 +428,7 @@ def test_rllib_refuses_flags_that_it_would_ignore():
     assert run.returncode == 2 and "RLlib is not told of --env-kwargs" in run.stderr and "--log-every" not in run.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("report", "flag"),
     [
@@ -479,6 +487,7 @@ def test_cleanrl_and_leanrl_have_a_table_of_their_own():
     assert throughput.file_name("ppo", throughput.Options(peers=("leanrl",))) == "ppo"  # which LeanRL does not have
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peer", ["sb3", "sbx"])
 def test_peers_write_the_log_of_a_script(peer, tmp_path):
     if importlib.util.find_spec(LIBRARIES[peer]) is None:

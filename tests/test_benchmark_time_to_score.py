@@ -114,6 +114,7 @@ def test_runs_in_vain_are_not_dropped():
     assert time_to_score.cells("x", [results[-1]], [results])[1] == "1 failed"
 
 
+@pytest.mark.slow
 def test_command(monkeypatch, tmp_path, capsys):
     """What was measured lies in the folder, with where it comes from, a table and a figure."""
     delays = {"eager": 0.0, "sb3": 1.0}
@@ -130,6 +131,7 @@ def test_command(monkeypatch, tmp_path, capsys):
     assert "## ppo on CartPole-v1, to 15" in text and "| eager | 2 of 2 | " in text
 
 
+@pytest.mark.slow
 def test_a_stopped_command_goes_on_and_a_whole_one_begins_anew(monkeypatch, tmp_path, capsys):
     """Not so if the code is another: nothing of the old result may be mixed with the new, or be lost unasked."""
     here = provenance() | {"uncommitted_changes": False}
@@ -165,6 +167,7 @@ def test_a_stopped_command_goes_on_and_a_whole_one_begins_anew(monkeypatch, tmp_
     assert seconds() == [10, 11, 12, 13] and not part.exists()
 
 
+@pytest.mark.slow
 def test_of_several_tasks_those_that_are_whole_are_not_measured_again(monkeypatch, tmp_path):
     """After a stop in the second one; when both are whole, the same command begins anew."""
     here = provenance() | {"uncommitted_changes": False}

@@ -151,6 +151,7 @@ def history(number: int, *reports: tuple, state: str = "finished") -> History:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("optuna"), reason="needs requirements/requirements-tune.txt")
 def test_the_end_of_a_grid_is_in_it():
     """Six times 0.05 is 0.30000000000000004, as drawn; a list's values are taken as they are."""

@@ -584,6 +584,7 @@ class Scaled(Adam):
 def compiled("""
 
 
+@pytest.mark.slow
 def test_a_subclass_of_adam_with_an_index_that_is_zero_is_no_error(copy, train_copy):
     adam = "optimizer = Adam(agent, args.learning_rate, eps=1e-5)", "optimizer = Scaled(agent, args.learning_rate)"
     module = copy("ppo_torchcompile", ("def compiled(", scaled("scales=(1.0, 0.5)")), adam)
@@ -611,6 +612,7 @@ def test_a_number_on_the_cpu_that_a_graph_reads_is_refused(capsys):
     assert end.value.code == 2 and "`scale` lies on the CPU" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_each_size_is_compiled_by_itself():
     """A branch on a size is part of the graph of that size, and others have graphs of their own."""
     (function,) = load("ppo_torchcompile").compiled(torch.device("cpu"), lambda x: x.sum() * (2 if len(x) < 20 else 1))
@@ -618,6 +620,7 @@ def test_each_size_is_compiled_by_itself():
         assert function(torch.ones(size)) == size * (2 if size < 20 else 1)
 
 
+@pytest.mark.slow
 def test_a_part_that_a_setting_leaves_out_may_have_no_value(copy, train_copy, small_run):
     """As `if args.rnd: rnd = ...` leaves `rnd` without one. Compiled code does not read it, either."""
     changes = [
@@ -696,6 +699,7 @@ def test_eager_copy_follows_the_change(copy, train_copy, small_run, way):
     assert len(log) == len(plain) and all(a != b for a, b in zip(log[first:], plain[first:], strict=True))
 
 
+@pytest.mark.slow
 def test_compiled_copy_follows_a_tensor_and_refuses_a_number(copy, train_copy, tmp_path, capsys):
     """What changes is a tensor for four updates, which agree with the eager copy's; then it is a number."""
     changes = [
@@ -752,6 +756,7 @@ STEPS = {  # a number that the loop around the compiled function counts up
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_that_is_given_a_number_is_refused(copy, train_copy, capsys, name):
     """What is compiled is called by plain functions: the number would stay what it was at first."""
@@ -1054,6 +1059,7 @@ def test_a_tenth_more_of_each_logit_is_seen_whatever_the_size_of_observations(si
     assert "the policy that acts differs" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("twin", ["", "_torchcompile"])
 def test_noise_that_falls_to_zero_works_as_the_page_says(copy, train_copy, twin):
     """docs/td3.md: three lines, and no change is refused."""
@@ -1095,6 +1101,7 @@ def test_a_std_that_depends_on_the_observation_works_as_the_page_says(copy, trai
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sac_continuous_action", "td3_continuous_action"])
 def test_critics_with_dropout_and_a_parameter_of_their_own(copy, train_copy, name):
     """A twin runs them as one network: each has a mask of its own, and a parameter outside of any layer is stacked."""
@@ -1194,6 +1201,7 @@ FROZEN = {  # layers of each script, and what a checkpoint calls their weights
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FROZEN)
 @pytest.mark.parametrize("twin", ["", "_torchcompile"])
 def test_frozen_layers_stay_as_they_are_while_others_learn(copy, train_copy, tmp_path, name, twin):
@@ -1232,6 +1240,7 @@ def test_critics_of_which_one_is_frozen_are_not_stacked(copy, train_copy, capsys
     assert end.value.code == 2 and "can't be stacked: use the eager file" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo", "ppo_torchcompile"])
 def test_a_frozen_layer_that_is_to_learn_later_is_refused(copy, train_copy, capsys, name):
     loop = "    for iteration in range(run.iteration, num_iterations):\n"
@@ -1337,6 +1346,7 @@ def test_layers_that_look_at_the_whole_batch_cannot_act(copy, train_copy, capsys
     assert end.value.code == 2 and "the policy" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_policy_of_a_checkpoint_has_no_dropout(copy, train_copy, tmp_path):
     """It learns with dropout, and is the same function each time when it is loaded."""
     dropout = ("nn.Linear(256, 2 * len(low))", "nn.Dropout(0.5), nn.Linear(256, 2 * len(low))")
@@ -1573,6 +1583,7 @@ def test_a_copy_that_acts_gets_what_the_network_did_not_have_at_the_start():
     assert copy[0].kept is None
 
 
+@pytest.mark.slow
 def test_a_schedule_of_the_network_reaches_the_copy_that_acts(copy, train_copy, capsys):
     """One update for each rollout: so the policy that acted is the one that learns, and approx_kl is 0."""
     changes = [
@@ -1914,6 +1925,7 @@ SHORT = ["--total-timesteps", "256", "--num-steps", "64", "--num-minibatches", "
 each_way_to_work = pytest.mark.parametrize("name", ["ppo", "ppo_env_pool"])
 
 
+@pytest.mark.slow
 @each_way_to_work
 def test_environment_of_the_current_folder_in_worker_processes(folder, name):
     """They start without PyTorch and without the script. What `info` holds at the end of episodes is in the log."""
@@ -1936,6 +1948,7 @@ def test_environment_of_the_current_folder_in_process(train):
 REGISTERED = MY_ENV.replace("import os\nimport sys\n\nimport gymnasium as gym\nimport numpy as np\n", "")
 
 
+@pytest.mark.slow
 @each_way_to_work
 def test_environment_that_a_copy_registers_itself(folder, tmp_path, name):
     """The worker processes get it by value, as they do not import the copy."""

@@ -312,12 +312,14 @@ class Mortal(tiny_envs.Reach):
 gym.register("Mortal-v0", Mortal, kwargs={"action_space": tiny_envs.PUSH})
 
 
+@pytest.mark.slow
 def test_worker_that_dies_in_its_reset_is_one_line(capfd, tmp_path):
     settings = {"env_id": "Mortal-v0", "num_envs": 2, "env_backend": "gymnasium"}
     code, error = error_of(capfd, "ppo_continuous_action", tmp_path / "run", **settings)
     assert code in (1, 2) and "environment worker" in error and "(exit code -9)" in error
 
 
+@pytest.mark.slow
 def test_worker_that_dies_in_its_constructor_is_one_line(tmp_path):
     """And the program ends, though another one hangs there."""
     words = ["--env-id", "tiny_envs:Stillborn-v0", "--num-envs", "2", "--env-backend", "gymnasium"]
@@ -446,6 +448,7 @@ def test_a_full_disk_ends_the_run_in_one_line_with_tensorboard_too(train, monkey
     assert end.value.code.startswith("error: can't write the log: ") and "\n" not in end.value.code
 
 
+@pytest.mark.slow
 def test_runs_that_leads_nowhere_is_refused(tmp_path):
     """A link to a disk that is not there: the run would wait for ever for a free name."""
     (tmp_path / "runs").symlink_to(tmp_path / "scratch")
@@ -470,6 +473,7 @@ def test_the_lock_of_a_log_is_not_lost_while_it_is_read(tmp_path, monkeypatch):
     assert codes == [1]
 
 
+@pytest.mark.slow
 def test_how_to_go_on_can_be_pasted(tmp_path, monkeypatch):
     monkeypatch.setattr(tiny_envs, "EVENT", "SIGTERM@300")
     monkeypatch.setattr("sys.stderr", output := io.StringIO())
@@ -666,6 +670,7 @@ def processes_of(group: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo", "ppo_env_pool"])
 def test_sigterm_to_the_process_group_ends_the_run_whole(tmp_path, name):
     """As systemd, Slurm and Kubernetes send it: to the worker processes, too, which leave it to the training."""
@@ -753,6 +758,7 @@ gym.register("Hang-v0", Hang)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "signum", "in_worker"),
     [

@@ -240,6 +240,7 @@ def test_death_at_rest_is_found_by_the_next_action(make_pool, monkeypatch):
     assert [rows[i][4] for i in range(2)] == [False, True] and seconds < 2 and pool.restarts == 3
 
 
+@pytest.mark.slow
 def test_a_replaced_worker_leaves_no_open_file(make_pool):
     pool, counts = make_pool("Task-v0", 2), []
     for _ in range(3):
@@ -290,6 +291,7 @@ def test_too_many_deaths_end_the_run_with_their_cause(train, monkeypatch, tmp_pa
     assert helpers.outcome(tmp_path / "run0").checkpoint["global_step"] >= 100
 
 
+@pytest.mark.slow
 def test_learns_though_workers_are_killed(train, monkeypatch):
     """One every 400 batches; the task of test_learning.py is learnt all the same, in four times as many steps."""
     killed, num_sends, send = [], itertools.count(1), POOL.Pool.send
@@ -379,6 +381,7 @@ def test_a_step_that_does_not_end_is_no_orphan():
     """Its worker ends two seconds after the process that started it, here a forked one."""
     pid = os.fork()
     if pid == 0:
+        gc.disable()  # what other tests left, such as EnvPool's environments, can't be freed here, without its threads
         try:
             pool = POOL.Pool(POOL.Args(env_id="Task-v0", num_workers=1, start_method="fork"), [0])
             pool.send(np.array([HANG]), np.array([0]))

@@ -269,6 +269,7 @@ def test_a_second_reset_begins_other_episodes(settings):
     envs.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EAGER)
 def test_truncation_has_a_future_and_termination_none(train, name):
     """Reward 1 at each step, one observation, an end after 4 steps, gamma 0.9.
@@ -361,6 +362,7 @@ def test_an_environment_that_exits_ends_the_run_with_a_checkpoint(train, tmp_pat
     assert list(tmp_path.rglob("checkpoint.pt"))
 
 
+@pytest.mark.slow
 def test_workers_that_do_not_end_are_killed(train):
     start = time.monotonic()
     run = train("ppo", env_id="tiny_envs:Odd-v0", env_kwargs='{"what": "close"}', num_envs=3, num_minibatches=1)
@@ -401,6 +403,7 @@ gym.register("Hang-v0", Hang)
 """
 
 
+@pytest.mark.slow
 def test_workers_that_hang_end_with_their_parent(tmp_path):
     """Whatever ends it, without time to clean up: as Ray ends a runner that is overdue, or the kernel a process."""
     (tmp_path / "hangs.py").write_text(HANGS)

@@ -189,6 +189,7 @@ def train_in_two_parts(train, name, stop_at=None, **settings):
     return resume(name, half.run_dir, device=settings.get("device", "cpu"))
 
 
+@pytest.mark.slow
 @each_backend
 @each_pair
 def test_replayed_twin_computes_what_the_eager_script_does(train, train_with_graphs, name, backend):
@@ -237,6 +238,7 @@ def test_twin_over_ray_with_graphs_computes_the_same_on_cuda(tmp_path, name, com
     assert_agree(helpers.without_times(twin), helpers.without_times(run), rel=CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "rel"), [(None, 0), ("aot_eager", 1e-2)])
 def test_replayed_atari_twin_computes_what_the_eager_script_does(tmp_path, train_with_graphs, backend, rel):
     """Of a few rollouts, since rounding comes back from the games; there is no float64 here."""

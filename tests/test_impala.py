@@ -179,6 +179,7 @@ def test_noise_makes_samples_of_the_policy(name, env_id):
 # In one process
 
 
+@pytest.mark.slow
 @each_script
 def test_run_is_reproduced_to_the_last_bit_without_ray(name, tmp_path):
     """Ray is not even imported."""
@@ -236,6 +237,7 @@ def lag(script, monkeypatch) -> None:
     monkeypatch.setattr(script.OneRunner, "publish", publish_some)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env_id", ["tiny_envs:Stream-v0", "tiny_envs:DiscreteStream-v0"])
 @pytest.mark.parametrize("compile", [False, True])
 def test_compiled_twin_computes_the_same(train, monkeypatch, env_id, compile):
@@ -548,6 +550,7 @@ def test_a_run_on_slurm_saves_when_its_time_is_up(slurm, tmp_path):
     assert re.search(r" in /tmp/\S+\.7\n", head)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "status", "reason"),
     [

@@ -30,6 +30,7 @@ def play(name: str, run, episodes: int) -> float:
     return float(np.mean(returns))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, pair in TABLE.items() if pair.task and name != "ppo_env_pool"])
 def test_learns(train, name):
     settings, (nothing, goal) = TABLE[name].task, TABLE[name].goal

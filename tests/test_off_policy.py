@@ -117,6 +117,7 @@ def test_dqn_learns_once_for_every_train_frequency_steps(train, num_envs):
     assert updates == pytest.approx((run.checkpoint["global_step"] - 100) / 5, abs=num_envs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_envs", [1, 3])
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_one_gradient_step_for_every_transition(train, name, num_envs):
@@ -131,6 +132,7 @@ def test_gradient_steps_are_those_of_a_vector_step(train, name):
     assert run.checkpoint["num_updates"] == 3 * (400 - 100) // 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_the_policy_acts_the_same_before_critics_learn_and_after(train, name):
     """Where a line of the log is due, it acts after: in one of these runs always, in the other never."""
@@ -217,6 +219,7 @@ def test_sac_draws_normal_noise_by_itself():
     assert (x.abs() > 3).float().mean() == pytest.approx(0.0027, abs=0.001)
 
 
+@pytest.mark.slow
 def test_td3_acts_by_its_actor(train, monkeypatch):
     """Which is not the target, though that is near it."""
     script, acting, aiming = load("td3_continuous_action"), [], []
@@ -245,6 +248,7 @@ def test_a_rounded_policy_is_played_rounded(train, name):
         assert (rounded != script.load_policy(exact, envs)(obs[:, : envs.obs_dim])).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_envs", [1, 2])
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_a_compiled_policy_multiplies_a_single_row_by_loops(train, name, num_envs):
@@ -255,6 +259,7 @@ def test_a_compiled_policy_multiplies_a_single_row_by_loops(train, name, num_env
     assert found == ({"decompose_addmm": 3} if num_envs == 1 else {})  # a layer each
 
 
+@pytest.mark.slow
 def test_sac_has_a_learning_rate_for_the_policy_and_one_for_values(train):
     """The temperature learns by that of the values; it starts at 1 if it is tuned, else it is --alpha."""
     run = train("sac_continuous_action", policy_lr=1e-4, q_lr=2e-4)
@@ -302,6 +307,7 @@ def test_bfloat16_rounds_the_products_of_hidden_layers_only(train, name):
     assert weights and {x.dtype for x in weights} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_compiled_twin_in_bfloat16_stays_near_its_eager_script(train):
     """What both have rounded to 8 bits differs in the last one, as sums run in another order. SAC has such layers."""
     settings = TABLE["td3_continuous_action"].stream | {"bf16": True}
@@ -314,6 +320,7 @@ def test_exploration_can_be_annealed_from_the_start(train):
     assert [line["charts/epsilon"] for line in lines] == pytest.approx([0.05] * len(lines))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OFF_POLICY)
 def test_without_its_replay_a_resumed_run_first_collects_anew(train, name):
     script = load(name)
@@ -350,6 +357,7 @@ def test_actions_keep_each_dimensions_bounds_and_use_them(train, name):
     assert (np.ptp(actions, axis=0) > 0.8 * (space.high - space.low)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_no_action_beyond_the_bounds_reaches_an_environment(train, name):
     for script in (name, f"{name}_torchcompile"):
@@ -564,6 +572,7 @@ def test_dqn_explores_all_actions_alike(train):
     assert len(share) == 3 and (np.abs(share - 1 / 3) < 4 * math.sqrt(2 / 9 / 1500)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_actions_are_drawn_from_the_policy(train, name):
     """Of a policy that does not change, and sees one observation: mean and spread, within four standard deviations."""

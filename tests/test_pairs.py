@@ -65,6 +65,7 @@ def test_the_table_has_no_pair_that_is_gone():
     assert set(TABLE) == {eager.stem for eager, _ in PAIRS}
 
 
+@pytest.mark.slow
 @each_pair
 def test_uncompiled_twin_computes_the_same(train_both, name):
     """Exactly, but for SAC and TD3, whose twins multiply the matrices of two critics in one call."""
@@ -75,6 +76,7 @@ def test_uncompiled_twin_computes_the_same(train_both, name):
     assert_agree(twin, run, rel=CLOSE if hasattr(load(name), "Critic") else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings"), VARIANTS, ids=variant_id)
 def test_compiled_twin_computes_the_same(train_both, name, settings):
     """It compiles once, and nothing runs uncompiled in between."""
@@ -136,6 +138,7 @@ def errors(name):
     return [*(factor(setting, x) for setting, x in TABLE[name].shows.items()), *(shared | own).get(name, [])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "plant"), [(name, plant) for name in EAGER for plant in errors(name)])
 def test_a_wrong_formula_shows(train_both, monkeypatch, name, plant):
     """In an uncompiled twin, a hundred times as far from the eager script as the bound allows."""
@@ -153,6 +156,7 @@ def test_a_wrong_formula_shows(train_both, monkeypatch, name, plant):
 ELSEWHERE = {"ppo", "ppo_continuous_action"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in EAGER if name not in ELSEWHERE])
 def test_compiles_as_it_stands(small_run, train, name):
     """By the flags that users have: in float32, with the random numbers of compiled code, which the seed decides."""
@@ -179,6 +183,7 @@ def test_compiled_sampling_draws_each_row_as_often_and_anew():
     assert (torch.corrcoef(draws) - torch.eye(5)).abs().max() < 4 / batch**0.5
 
 
+@pytest.mark.slow
 def test_second_run_in_a_process_computes_by_its_own_settings(train_both):
     """What Dynamo does not check at each call must not be taken over from a run with another discount."""
     train_both("dqn", {}, gamma=0.1)

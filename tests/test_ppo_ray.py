@@ -192,6 +192,7 @@ def test_advantage_stats_are_those_of_the_valid_rows_of_a_minibatch(learners):
 # Environments that do not wait for each other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalized", [{}, NORMALIZED], ids=["as they are", "normalized"])
 def test_environments_that_do_not_wait_bring_the_same(normalized):
     """In worker processes, whichever is ready first: rows and report of a fragment are those of lock-step."""
@@ -215,6 +216,7 @@ def test_environments_that_do_not_wait_bring_the_same(normalized):
     ready.envs.close()
 
 
+@pytest.mark.slow
 def test_a_signal_is_heard_within_a_fragment_of_environments_that_do_not_wait(train, monkeypatch):
     """In one process: the run ends at the next step."""
     step, calls = SCRIPT.FirstReady.step, []
@@ -231,6 +233,7 @@ def test_a_signal_is_heard_within_a_fragment_of_environments_that_do_not_wait(tr
     assert end.value.code == 128 + signal.SIGTERM and len(calls) == 5
 
 
+@pytest.mark.slow
 def test_an_environment_that_breaks_in_a_worker_is_named(tmp_path):
     path = tmp_path / "fault"
     settings = {"env_id": "tiny_envs:Fragile-v0", "env_kwargs": f'{{"path": "{path}"}}', "async_envs": True}
@@ -382,6 +385,7 @@ def test_learning_rate_falls_to_zero_if_asked(train):
         assert rates == pytest.approx([3e-3 * (1 - anneal * i / 12) for i in range(12)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env_id", ["tiny_envs:Stream-v0", "tiny_envs:DiscreteStream-v0"])
 @pytest.mark.parametrize("compile", [False, True])
 def test_compiled_twin_computes_the_same(train, env_id, compile):

@@ -334,6 +334,7 @@ def test_a_run_whose_runners_are_all_silent_ends(name, monkeypatch):
 # Environments of a runner
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RAY)
 def test_few_cheap_environments_step_in_the_runner(name):
     """As in the scripts of one process: EnvPool pays from nine CartPoles on, or if it is asked for."""
@@ -528,6 +529,7 @@ def test_what_ends_a_call_in_another_process_is_told():
 # Environments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RAY)
 def test_async_envs_are_those_of_gymnasium(name, capsys):
     """Also where EnvPool has the environment, and would be taken by default."""
@@ -598,6 +600,7 @@ def test_numbers_of_info_are_in_the_log(train, name):
     assert any(line.get("info/own") == 2 for line in run.lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "compile"), [*((name, False) for name in RAY), ("impala_ray", True)])
 def test_twin_learns_from_frames_what_its_eager_script_does(train, name, compile):
     settings = {"env_id": "Pong-v5", "envs_per_runner": 2, "total_timesteps": 32, "log_every": 8, "fragment_steps": 4}

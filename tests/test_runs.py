@@ -235,6 +235,7 @@ def test_a_second_signal_kills(train, monkeypatch, name):
     assert end.value.code == 128 + signal.SIGTERM and handlers == [signal.SIG_DFL]
 
 
+@pytest.mark.slow
 @each_script
 def test_resumed_run_is_the_uninterrupted_run(train, monkeypatch, tmp_path, name):
     """Environments start afresh in a resumed run. Where that makes no difference, all that is saved is the same.
@@ -265,6 +266,7 @@ def test_resumed_run_is_the_uninterrupted_run(train, monkeypatch, tmp_path, name
     assert set(timeless) <= set(resumed.steps())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo", "dqn"])
 def test_killed_run_goes_on_from_its_last_checkpoint(train, tmp_path, name):
     """Killed at a moment of its own choice by SIGKILL, with a line cut in half as a full disk does it."""
@@ -319,6 +321,7 @@ def test_resuming_a_finished_run_changes_nothing(train, name):
     assert config == config_before
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_a_run_with_worker_processes(tmp_path):
     """A terminal sends it to the workers too."""
     arguments = helpers.flags("ppo_continuous_action", num_envs=2, total_timesteps=1_000_000, run_dir="run")
@@ -371,6 +374,7 @@ def test_numbers_that_are_not_finite_end_the_run(train, monkeypatch, tmp_path, n
     assert all(math.isfinite(value) for line in run.lines for value in line.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("event", "reason"),
     [("SIGKILL", r"error: .*worker 1 \(exit code -9\)"), ("raise", r"Worker-1 (.*\n)*.*environment broke")],
@@ -567,6 +571,7 @@ def test_resumed_run_keeps_its_settings(resume_refused, train, monkeypatch, name
 CHANGES = {"target_kl": 1e-6, "gradient_steps": 2, "ent_coef": 0.3, "epsilon_end": 0.7, "max_grad_norm": 1e-3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EAGER + over_ray)
 def test_override_changes_what_it_names(train, tmp_path, name):
     """Each setting that may change in a run does, by itself; nothing is taken from the checkpoint instead."""
@@ -597,6 +602,7 @@ def test_override_changes_what_it_names(train, tmp_path, name):
         assert config["args"][setting] == old and config["resumed"][-1]["changed"][setting] == value
 
 
+@pytest.mark.slow
 def test_override_of_a_learning_rate_that_is_not_annealed(train):
     """It counts instead of what Adam's state holds, and is kept; a schedule of one's own goes on where it was."""
     run = train("td3_continuous_action")
@@ -658,6 +664,7 @@ def test_override_counts_beside_a_flag_of_the_same_name(train, monkeypatch):
     assert end.value.code == 2
 
 
+@pytest.mark.slow
 def test_a_resumed_run_may_write_other_logs(small_run, tmp_path, monkeypatch):
     """As where it began on a machine with Weights & Biases; nothing that is learnt depends on them."""
     folder = shutil.copytree(small_run("ppo").run_dir, tmp_path / "run")
@@ -822,6 +829,7 @@ def source_of_settings(name: str) -> str:
     return source[source.index("class Args:") : source.index("\nMETRICS")]
 
 
+@pytest.mark.slow
 def test_command_of_leanrl_works(tmp_path):
     """As its users know it, in a folder of theirs; only the environment and the budget are smaller."""
     words = "--seed 1 --total-timesteps 4096 --compile --cudagraphs --env-id tiny_envs:Reach-v0 --device cpu"

@@ -90,6 +90,7 @@ def test_each_script_has_a_twin():
     assert SCRIPTS == sorted(path for pair in PAIRS for path in pair)
 
 
+@pytest.mark.slow
 def test_same_name_same_text():
     first = {}
     for path in SCRIPTS:
@@ -195,6 +196,7 @@ def test_readme_shows_the_diff_as_it_is():
     assert re.sub(r"^\+", "", hunk, flags=re.MULTILINE) in (ROOT / "scripts" / "ppo_torchcompile.py").read_text()
 
 
+@pytest.mark.slow
 def test_same_setting_same_type_and_help():
     versions = defaultdict(lambda: defaultdict(list))
     for path in SCRIPTS:
@@ -262,6 +264,7 @@ def test_lines_are_short_and_little_indented(path):
     assert max(map(len, lines), default=0) <= 120
 
 
+@pytest.mark.slow
 def test_each_name_is_compared():
     """A guard for the tests above: they see the definitions and settings that all scripts are known to share."""
     scripts_with = defaultdict(int)

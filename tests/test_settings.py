@@ -54,6 +54,7 @@ def changed(value: float | bool | None, setting: str) -> float | bool:
 
 
 # A run of Atari takes half a minute
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [eager.stem for eager, _ in helpers.PAIRS if eager.stem != "ppo_atari_envpool"])
 def test_each_setting_counts(train, name):
     flags, silent = small(name), []
