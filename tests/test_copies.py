@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -2313,6 +2314,19 @@ def test_a_coefficient_that_adapts_is_kept_as_the_page_says(copy, train_copy, tm
         assert state["adaptive"]["kl_coef"].item() == pytest.approx(0.2 * 0.5 ** state["iteration"])
         module.train(module.Args(resume=str(path.parent), total_timesteps=state["global_step"] + 128, device="cpu"))
     assert torch.load(path, weights_only=True)["iteration"] > state["iteration"]
+
+
+@pytest.mark.parametrize("twin", ["", "_torchcompile"])
+def test_a_head_in_numpy_works_as_the_page_says(copy, train_copy, twin):
+    page = (ROOT / "docs" / "dqn.md").read_text().partition("**A head of another kind.**")[2]
+    head = "nn.Linear(84, num_actions),\n        )  # fmt: skip\n"
+    wide = head.replace("num_actions", "51 * num_actions")
+    changes = [(head, f"{wide}        self.register_buffer('support', torch.linspace(-10, 10, 51))\n")]
+    expected = "(self.net(obs).view(len(obs), -1, 51).softmax(2) * self.support).sum(2)"
+    changes += [("return self.net(obs)", f"return {expected}")]
+    policy = textwrap.indent(re.search(r"```python\n(.+?)```", page, re.DOTALL)[1], "    ")
+    log = train_copy(copy(f"dqn{twin}", *changes, ("    q_values = numpy_mlp(collector.net)\n", policy)), "dqn")
+    assert "losses/td_loss" in log[-1]
 
 
 @pytest.mark.parametrize("layer", ["Dropout(0.5)", "BatchNorm1d(120)"])
