@@ -147,11 +147,11 @@ case $command in
     install requirements-test
     cd "$root"
     # With FLAGS: the tests that they name, in this order, in one process
-    [ $# -eq 0 ] || [ "$*" = quick ] || exec .venv/bin/python -m pytest "$@"
+    [ $# -eq 0 ] || [ "$1" = quick ] || exec .venv/bin/python -m pytest "$@"
     .venv/bin/python -m ruff check
     .venv/bin/python -m ruff format --check
     beside=(--numprocesses auto --dist worksteal)
-    [ $# -eq 0 ] || exec .venv/bin/python -m pytest -q "${beside[@]}" -m "not alone and not slow"
+    [ $# -eq 0 ] || exec .venv/bin/python -m pytest -q "${beside[@]}" -m "not alone and not slow" "${@:2}"
     echo "the whole suite takes 20 to 60 minutes, by the CPU; nine tests of ten, sooner: ./run.sh test quick"
     status=0
     .venv/bin/python -m pytest -q "${beside[@]}" -m "not alone" || status=$?

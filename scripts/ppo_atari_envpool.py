@@ -26,6 +26,7 @@ and the log has such means, of the last epoch.
 Reading order: settings, networks, formulas, then `train`, the algorithm. Below the `# ----` line is only plumbing.
 """
 
+import ast
 import contextlib
 import ctypes
 import difflib
@@ -34,7 +35,6 @@ import json
 import math
 import os
 import random
-import re
 import shlex
 import signal
 import subprocess
@@ -422,7 +422,7 @@ class Adam(nn.Module):
         views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
         self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
 
-    def zero_grad(self, **_settings) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
         """For loops of your own that call `backward`, which adds to `.grad`, and hand `.grad` to `step`."""
         for weight in self.weights:
             weight.grad = None
@@ -605,6 +605,8 @@ class Envs:
 
     def send(self, pool: int, action: np.ndarray) -> None:
         """Let the games of a pool take their actions (n,), and do not wait."""
+        if action.min() < 0 or action.max() >= self.action_space.n:  # EnvPool would read memory that is not its own
+            fail(f"action {action.max()} for {self.action_space}: does the network have an output for each?")
         self.pools[pool].send(action)
 
     def recv(self, pool: int) -> tuple[np.ndarray, np.ndarray]:
@@ -686,10 +688,18 @@ def validate(args: Args) -> torch.device:
 
 def refuse_idle_calls() -> None:
     """Refuse functions that would do nothing in this file: they work on `.grad`, and gradients are kept elsewhere."""
-    source = Path(__file__).read_text()
-    idle = re.search(r"\b(clip_grad_\w+|optim\.[A-Z]\w*)\(", source)
-    if idle and not re.search(r"\.backward\(|\.grad\b[^`\n]*= (?!None)", source):
-        fail(f"`{idle[1]}` would do nothing: `torch.autograd.grad` returns gradients, and sets no `.grad`; `clip` them")
+    source = Path(__file__).read_text(encoding="utf-8")
+    names = "clip_grad_norm_", "clip_grad_value_", "optim.SGD", "optim.RMSprop", "optim.Adam", "optim.AdamW"
+    if not any(f"{name}(" in source for name in names):
+        return
+    nodes = [*ast.walk(ast.parse(source))]
+    calls = [ast.unparse(x.func) for x in nodes if isinstance(x, ast.Call)]
+    own = {x.name for x in nodes if isinstance(x, ast.FunctionDef)}
+    idle = [call for call in calls if call.endswith(names) and call not in own]
+    sets = [x for x in nodes if isinstance(x, ast.Assign) and not isinstance(x.value, ast.Constant)]
+    filled = [getattr(part, "attr", "") for x in sets for target in x.targets for part in ast.walk(target)]
+    if idle and "grad" not in filled and not any(call.endswith(".backward") for call in calls):
+        fail(f"`{idle[0]}` would do nothing, as no `.grad` is set: use `clip` of ppo.py, and the `Adam` of this file")
 
 
 def typed_flags() -> list[str]:
@@ -793,23 +803,25 @@ def check_storable(name: str, value) -> None:
 
 
 def check_owners(state: dict) -> None:
-    """Refuse weights that would not be saved, would never learn, or would learn twice: all by `run.open`'s parts."""
+    """Refuse weights that no optimizer in `run.open` changes, or that no module there would bring into checkpoints.
+
+    A module with the same parameters as another one, such as a target network, needs no optimizer.
+    """
     modules = {name: part for name, part in state.items() if isinstance(part, nn.Module)}
-    saved = {id(x): f"{name}.{key}" for name, part in modules.items() for key, x in part.named_parameters()}
-    owners = {}
+    keys = {name: [key for key, _ in part.named_parameters()] for name, part in modules.items()}
+    saved, learning = {id(x) for part in modules.values() for x in part.parameters()}, set()
+    others = [name for name, part in state.items() if name not in modules and not hasattr(part, "step")]
     for name, part in state.items():
-        groups = [x for group in getattr(part, "param_groups", ()) for x in group["params"]]
-        for weight in part.weights if isinstance(part, Adam) else groups:
-            if id(weight) not in saved:
-                fail(f"`run.open` must get the modules whose weights `{name}` changes, for checkpoints")
-            if isinstance(part, Adam) and id(weight) in owners:
-                fail(f"`{name}` and `{owners[id(weight)]}` both change `{saved[id(weight)]}`")
-            owners[id(weight)] = name
+        own = part.weights if hasattr(part, "step") and hasattr(part, "weights") else ()
+        weights = {id(x) for x in own} | {id(x) for group in getattr(part, "param_groups", ()) for x in group["params"]}
+        learning |= weights
+        if not (weights <= saved or others):  # of which nobody knows what they save
+            fail(f"`run.open` must get the modules whose weights `{name}` changes, so that checkpoints have them")
     for name, part in modules.items():
-        idle = [key for key, x in part.named_parameters() if x.requires_grad and id(x) not in owners]
-        if idle and not name.startswith("target"):
-            hint = "give it one, or freeze it by `requires_grad_(False)`"
-            fail(f"no optimizer that `run.open` got changes `{name}.{idle[0]}`: {hint}")
+        idle = [key for key, x in part.named_parameters() if x.requires_grad and id(x) not in learning]
+        if idle and list(keys.values()).count(keys[name]) == 1:
+            hint = "freeze it by `requires_grad_(False)` or, if your own code changes it, leave `check_owners` out"
+            fail(f"no optimizer in `run.open` changes `{name}.{idle[0]}`: {hint}")
 
 
 class Run:
@@ -821,7 +833,7 @@ class Run:
     def __init__(self, args: Args):
         """Load the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
         self.args, self.checkpoint = load_checkpoint(args)
-        self.device, self.settings = validate(self.args), asdict(self.args)  # as given, whatever a loop makes of them
+        self.device = validate(self.args)
         counters = (self.checkpoint.get(name, 0) for name in ("global_step", "iteration", "num_updates", "seconds"))
         self.step, self.iteration, self.num_updates, self.seconds = counters
         self.logged_step = self.saved_step = self.first_step = self.step
@@ -864,6 +876,7 @@ class Run:
     def open(self, envs, **state) -> None:
         """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close  # which saves, if an environment raises an error
+        self.settings = asdict(self.args)
         own = {"rng", "script", "args", "seconds", "global_step", "iteration", "num_updates"}
         for name, part in state.items():
             if name in own:
@@ -972,8 +985,10 @@ class Run:
         """Write a line, with means over the episodes that ended since the last line, and save if that is due."""
         seconds = time.perf_counter() - self.start_time
         self.check_settings()
-        if taken := metrics.keys() & {"global_step", "seconds", "charts/SPS", "charts/episodic_return"}:
-            fail(f"a metric can't be called {taken.pop()}: the log itself uses this name")
+        own = {f"charts/{name}" for name in ("SPS", "episodic_return", "episodic_length", "episodes")}
+        if taken := metrics.keys() & {"global_step", "seconds", *own}:
+            fail(f"a metric can't be called {taken.pop()}: the log itself uses this name; {self.hint()}")
+        metrics = dict(metrics)
         metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
             self.returns.extend(episode_return for episode_return, _ in self.episodes)
@@ -1001,10 +1016,15 @@ class Run:
             self.save()
 
     def check_settings(self) -> None:
-        """Refuse a learning rate that was changed in `args`, where only annealing reads it."""
-        for name in [x for x in self.settings if x.endswith(("learning_rate", "_lr")) and x != "anneal_lr"]:
-            if getattr(self.args, name) != self.settings[name] and not getattr(self.args, "anneal_lr", False):
-                fail(f"`args.{name}` has changed, which nothing reads: fill the optimizer's `learning_rate` instead")
+        """Refuse a learning rate that was changed in `args` but in no optimizer; annealing alone reads it there."""
+        for name, old in self.settings.items():
+            new, is_read = getattr(self.args, name), name == "learning_rate" and getattr(self.args, "anneal_lr", False)
+            if new == old or is_read or not name.endswith(("learning_rate", "_lr")):
+                continue
+            rates = [group["lr"] for group in self.param_groups()]
+            rates += [part.learning_rate for part in self.state.values() if hasattr(part, "learning_rate")]
+            if not any(math.isclose(rate, new, rel_tol=1e-6) for rate in rates):
+                fail(f"nothing reads that `args.{name}` has changed: fill `learning_rate` of its Adam; {self.hint()}")
 
     def save(self) -> None:
         """Write the checkpoint beside the old one, then replace that: a complete one is on disk at all times."""
@@ -1012,7 +1032,7 @@ class Run:
         if not all(weight.isfinite().all() for module in modules for weight in module.parameters()):
             sys.exit(f"error: weights are NaN or infinite at step {self.step}; {self.hint()}")
         state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng}
-        state |= {"script": Path(__file__).name, "args": self.settings, "seconds": self.seconds}
+        state |= {"script": Path(__file__).name, "args": asdict(self.args), "seconds": self.seconds}
         state |= {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
         check_storable("state", state)  # parts of it may have another type than at the start
         new = self.dir / "checkpoint.tmp"

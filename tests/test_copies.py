@@ -2239,7 +2239,7 @@ IDLE = {
 }
 
 
-@pytest.mark.parametrize(("kind", "named"), [("clip", "clip_grad_norm_"), ("torch", "optim.AdamW")])
+@pytest.mark.parametrize(("kind", "named"), [("clip", "nn.utils.clip_grad_norm_"), ("torch", "torch.optim.AdamW")])
 @pytest.mark.parametrize("name", ["ppo", "ppo_torchcompile"])
 def test_what_would_find_no_gradient_is_refused(copy, train_copy, capsys, name, kind, named):
     with pytest.raises(SystemExit) as end:
@@ -2247,30 +2247,60 @@ def test_what_would_find_no_gradient_is_refused(copy, train_copy, capsys, name, 
     assert end.value.code == 2 and f"`{named}` would do nothing" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", ["loss.backward()", "weight.grad = gradient", "w.grad, g = g, None"])
+FILLED = ["loss.backward()", "weight.grad=gradient", "w.grad, g = g, None", "w.grad = None if g is None else g"]
+
+
+@pytest.mark.parametrize("line", FILLED)
 def test_what_finds_gradients_may_work_on_them(copy, line):
-    module = copy("ppo", IDLE["clip"], ("optimizer.step(clip", f"# {line}\n        optimizer.step(clip"))
-    module.refuse_idle_calls()
+    call = ("optimizer.step(clip", f"{line}\n        optimizer.step(clip")
+    copy("ppo", IDLE["clip"], call).refuse_idle_calls()
+    with pytest.raises(SystemExit):
+        copy("ppo", IDLE["clip"], (call[0], f"# {call[1]}")).refuse_idle_calls()
+    own = "def clip_grad_norm_(x):\n    return x\n\n\ndef mlp("
+    copy("ppo", ("optimizer.step(clip(", "optimizer.step(clip_grad_norm_("), ("def mlp(", own)).refuse_idle_calls()
+    copy("ppo", ("optimizer.step(clip(", "# torch.optim.Adam(x)\n        optimizer.step(clip(")).refuse_idle_calls()
 
 
 OWNERS = {
-    "Adam(agent.actor, args.learning_rate)": "no optimizer that `run.open` got changes `agent.critic.0.weight`",
+    "Adam(agent.actor, args.learning_rate)": "no optimizer in `run.open` changes `agent.critic.0.weight`",
     "Adam(nn.ModuleList([agent, nn.Linear(2, 2)]), args.learning_rate, eps=1e-5)": "must get the modules whose weights",
-    "Adam(agent, args.learning_rate); second = Adam(agent.critic, 0.1)": "both change `agent.critic.0.weight`",
     "torch.optim.Adam(nn.Linear(2, 2).parameters())": "must get the modules whose weights `optimizer` changes",
 }
 
 
 @pytest.mark.parametrize("made", OWNERS)
-def test_each_weight_has_one_optimizer_and_is_saved(copy, train_copy, capsys, tmp_path, made):
-    changes = [("Adam(agent, args.learning_rate, eps=1e-5)", made)]
-    changes += [("optimizer=optimizer)", "optimizer=optimizer, second=second)")] * ("second" in made)
-    module = copy("ppo", *changes)
+def test_each_weight_has_an_optimizer_and_is_saved(copy, train_copy, capsys, tmp_path, made):
+    module = copy("ppo", ("Adam(agent, args.learning_rate, eps=1e-5)", made))
     module.refuse_idle_calls = lambda: None
     with pytest.raises(SystemExit) as end:
         train_copy(module, "ppo")
     assert end.value.code == 2 and OWNERS[made] in capsys.readouterr().err
     assert not (tmp_path / "copy_run0").exists()
+
+
+OPENED = "run.open(envs, agent=agent, optimizer=optimizer)"
+MAY_STAY = {
+    "a copy that follows": "run.open(envs, agent=agent, optimizer=optimizer, slow=deepcopy(agent))",
+    "frozen": "run.open(envs, agent=agent, optimizer=optimizer, own=nn.Linear(2, 2).requires_grad_(False))",
+    "a phase of its own": "run.open(envs, agent=agent, optimizer=optimizer, other=Adam(agent.critic, 0.1))",
+    "an optimizer of its own class": "run.open(envs, agent=agent, optimizer=optimizer, own=head, other=Plain(head))",
+}
+PLAIN = """class Plain(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.weights = list(module.parameters())
+
+    def step(self, gradients):
+        pass
+
+
+def mlp("""
+
+
+@pytest.mark.parametrize("why", MAY_STAY)
+def test_weights_may_have_no_adam_for_a_reason(copy, train_copy, why):
+    made = "    run.open(envs,", "    head = nn.Linear(2, 2)\n    run.open(envs,"
+    train_copy(copy("ppo", (OPENED, MAY_STAY[why]), made, ("def mlp(", PLAIN)), "ppo")
 
 
 @pytest.mark.parametrize("twin", ["", "_torchcompile"])
@@ -2339,19 +2369,18 @@ def test_layers_that_act_in_another_mode_work_as_the_page_says(copy, train_copy,
         next(x for x in lines if x.startswith(f"    {name} = ")) for name in ("network", "target_network")
     )
     changes = [(f"{network}\n{target}", f"{network}\n{made}{target}"), ("                losses = update()\n", update)]
-    changes += [
-        ("nn.Linear(120, 84)", f"nn.{layer}, nn.Linear(120, 84)"),
-        ("numpy_mlp(collector.net)", "numpy_mlp(collector)"),
-    ]
-    log = train_copy(copy(f"dqn{twin}", *changes), "dqn", **quick("dqn"))
+    changes += [("nn.Linear(120, 84)", f"nn.{layer}, nn.Linear(120, 84)")]
+    changes += [("numpy_mlp(collector.net)", "numpy_mlp(collector)")]
+    noted = "        modes.add((len(obs), self.training))\n        return self.net(obs)"
+    changes += [] if twin else [("        return self.net(obs)", noted)]
+    module = copy(f"dqn{twin}", *changes)
+    module.modes = modes = set()
+    log = train_copy(module, "dqn", **quick("dqn"))
     assert "losses/td_loss" in log[-1]
-
-
-def test_settings_that_a_loop_changes_are_kept_as_they_were_given(copy, train_copy, tmp_path):
-    """So a resumed run begins with them, not with what a schedule made of them."""
-    loop = "    while run.goes_on():\n"
-    train_copy(copy("dqn", (loop, f"{loop}        args.gamma = 0.5\n")), "dqn", **quick("dqn"))
-    assert torch.load(tmp_path / "copy_run0" / "checkpoint.pt", weights_only=True)["args"]["gamma"] == 0.99
+    if not twin:
+        learns = helpers.TABLE["dqn"].small["batch_size"]
+        assert {(learns, True), (learns, False)} < modes  # the network that learns, and its targets
+        assert not [size for size, training in modes if training and size != learns]
 
 
 @pytest.mark.parametrize(
@@ -2362,7 +2391,7 @@ def test_a_learning_rate_that_nothing_reads_is_refused(copy, train_copy, capsys,
     loop = "    while run.goes_on():\n"
     with pytest.raises(SystemExit) as end:
         train_copy(copy(name, (loop, f"{loop}        args.{setting} *= 0.99\n")), name, **quick(name))
-    assert end.value.code == 2 and f"`args.{setting}` has changed, which nothing reads" in capsys.readouterr().err
+    assert end.value.code == 2 and f"nothing reads that `args.{setting}` has changed" in capsys.readouterr().err
 
 
 def test_a_learning_rate_that_is_annealed_may_be_changed(copy, train_copy):
@@ -2370,29 +2399,37 @@ def test_a_learning_rate_that_is_annealed_may_be_changed(copy, train_copy):
     assert train_copy(module, "ppo")[0]["charts/learning_rate"] == 0.5
     with pytest.raises(SystemExit):
         train_copy(module, "ppo", anneal_lr=False)
+    both = in_the_loop("args.learning_rate *= 0.9; optimizer.learning_rate.fill_(args.learning_rate)")
+    train_copy(copy("ppo", both), "ppo", anneal_lr=False)
+    start = "    optimizer = Adam("
+    train_copy(copy("ppo", (start, f"    args.learning_rate *= 2\n{start}")), "ppo", anneal_lr=False)
 
 
 def test_names_of_the_log_are_refused_for_metrics_of_ones_own(copy, train_copy, capsys):
-    for name in ("charts/episodic_return", "global_step"):
+    for name in ("charts/episodic_length", "global_step"):
         module = copy("dqn", ("run.log({**metrics,", f"run.log({{**metrics, {name!r}: 1.0,"))
         with pytest.raises(SystemExit) as end:
             train_copy(module, "dqn", **quick("dqn"))
         assert end.value.code == 2 and f"can't be called {name}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["dqn", "ppo"])
+WIDE = {
+    "dqn": [("nn.Linear(84, num_actions)", "nn.Linear(84, 64 * num_actions)")],
+    "ppo": [
+        ("self.actor = mlp(obs_dim, num_actions,", "self.actor = mlp(obs_dim, 64 * num_actions,"),
+        ("*action.shape, num_actions)", "*action.shape, 64 * num_actions)"),
+    ],
+    "ppo_atari_envpool": [("nn.Linear(512, num_actions)", "nn.Linear(512, 64 * num_actions)")],
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
 def test_a_network_with_more_outputs_than_actions_is_noticed(copy, train_copy, capsys, name):
     """EnvPool, which takes any number, would read what lies behind its own memory."""
-    wide = {"dqn": ("nn.Linear(84, num_actions)", "nn.Linear(84, 64 * num_actions)")}
-    wide["ppo"] = "self.actor = mlp(obs_dim, num_actions,", "self.actor = mlp(obs_dim, 64 * num_actions,"
-    sums = [
-        ("exponential_().log()", "exponential_().log()"),
-        ("*action.shape, num_actions)", "*action.shape, 64 * num_actions)"),
-    ]
-    settings = {"env_id": "CartPole-v1", "env_backend": "envpool", "num_envs": 2}
+    settings = {} if "atari" in name else {"env_id": "CartPole-v1", "env_backend": "envpool", "num_envs": 2}
     more = {"epsilon_start": 0.0, "epsilon_end": 0.0} if name == "dqn" else {}
     with pytest.raises(SystemExit):
-        train_copy(copy(name, wide[name], *(sums if name == "ppo" else [])), name, **settings, **more)
+        train_copy(copy(name, *WIDE[name]), name, **settings, **more)
     assert "does the network have an output for each?" in capsys.readouterr().err
 
 
@@ -2402,4 +2439,4 @@ def test_outputs_of_another_shape_are_shown(copy, train_copy, capsys):
     with pytest.raises(SystemExit) as end:
         train_copy(copy("dqn", head, mean), "dqn")
     assert end.value.code == 2
-    assert re.search(r"its outputs are \(\d+,\), of the one that learns \(\d+,\)", capsys.readouterr().err)
+    assert re.search(r"gives outputs of shape \(\d+,\), the one that learns \(\d+,\)", capsys.readouterr().err)
