@@ -2283,9 +2283,15 @@ MAY_STAY = {
     "a copy that follows": "run.open(envs, agent=agent, optimizer=optimizer, slow=deepcopy(agent))",
     "frozen": "run.open(envs, agent=agent, optimizer=optimizer, own=nn.Linear(2, 2).requires_grad_(False))",
     "a phase of its own": "run.open(envs, agent=agent, optimizer=optimizer, other=Adam(agent.critic, 0.1))",
+    "a part that saves the module": "run.open(envs, agent=Part(agent), optimizer=optimizer)",
     "an optimizer of its own class": "run.open(envs, agent=agent, optimizer=optimizer, own=head, other=Plain(head))",
 }
-PLAIN = """class Plain(nn.Module):
+PLAIN = """class Part:
+    def __init__(self, module):
+        self.state_dict, self.load_state_dict = module.state_dict, module.load_state_dict
+
+
+class Plain(nn.Module):
     def __init__(self, module):
         super().__init__()
         self.weights = list(module.parameters())
