@@ -304,7 +304,8 @@ else:
 """
     lines = []
     for word in ("peer", tmp_path / "run"):
-        run = subprocess.run([sys.executable, "-c", program, word], cwd=ROOT, capture_output=True, text=True)
+        command = ["env", "--unset=OMP_NUM_THREADS", sys.executable, "-c", program, word]  # a script would obey it
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         lines.append(run.stdout.splitlines()[-1] if run.stdout else run.stderr)
     assert lines[0] == lines[1]
     threads, precision, denormal = lines[0].split()
