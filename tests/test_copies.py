@@ -691,6 +691,13 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(copy, train_copy, capsys
     assert "float(entropy)" in error  # the line itself
 
 
+def test_what_a_library_can_not_compile_is_shown_where_the_copy_asks_for_it(copy, train_copy, capsys):
+    change = "        loss = policy_loss +", "        agent.requires_grad_(False)\n        loss = policy_loss +"
+    with pytest.raises(SystemExit):
+        train_copy(copy("ppo_torchcompile", change), "ppo_torchcompile")
+    assert "in update_minibatch: agent.requires_grad_(False); " in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.parametrize("way", ["a local of train", "a setting", "a global", "an attribute of the optimizer"])
 def test_eager_copy_follows_the_change(copy, train_copy, small_run, way):
     """From the second update on: the first one has the number of the file."""
@@ -758,6 +765,15 @@ STEPS = {  # a number that the loop around the compiled function counts up
 
 
 @pytest.mark.slow
+def test_what_the_loop_hands_over_must_be_a_tensor(copy, train_copy, capsys):
+    module = copy(
+        "dqn_torchcompile", ("losses = update()", "losses = update(run.step)"), ("def update()", "def update(_)")
+    )
+    with pytest.raises(SystemExit):
+        train_copy(module, "dqn_torchcompile", **quick("dqn"), compile=True)
+    assert re.search(r"argument 1, \d+, of `update` is no tensor", capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_that_is_given_a_number_is_refused(copy, train_copy, capsys, name):
     """What is compiled is called by plain functions: the number would stay what it was at first."""
