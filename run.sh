@@ -9,8 +9,8 @@ usage: ./run.sh COMMAND [FLAGS]
 
   demo [FLAGS]          train PPO on HalfCheetah for one to eight minutes; FLAGS go to the script
   evaluate RUN_DIR      play a run's deterministic policy; --episodes N, --video FILE.mp4, --follow while it trains
-  diff PAIR             what a pair differs in, as in `diff ppo`, or in `diff my/copy_of_ppo.py`, whose twin lies beside it:
-                        hunk by hunk, each with its reason
+  diff PAIR             what a pair differs in, hunk by hunk, each with its reason: `diff ppo`, or, of your own with its
+                        twin beside it, `diff my/copy_of_ppo.py`
   sweep [FLAGS]         train scripts x variants x seeds and report; --scripts, --seeds, --total-timesteps, --resume,
                         --ray-address auto --cpus-per-run 1 over the nodes of a Ray cluster
   tune [FLAGS]          search settings, or train a population that changes them, by Ray Tune; --script, --search,

@@ -1190,6 +1190,7 @@ class Run:
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
         if self.checkpoint:
             self.restore()
+        self.first_rates = self.rates()
         self.keep_rng()
         self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
         chosen = self.args.resume or self.args.run_dir
@@ -1319,15 +1320,17 @@ class Run:
             self.save()
 
     def check_settings(self) -> None:
-        """Refuse a learning rate that was changed in `args` but in no optimizer; annealing alone reads it there."""
+        """Refuse a learning rate that changed in `args` while those of all optimizers stayed: nothing has read it."""
         for name, old in self.settings.items():
-            new, is_read = getattr(self.args, name), name == "learning_rate" and getattr(self.args, "anneal_lr", False)
-            if new == old or is_read or not name.endswith(("learning_rate", "_lr")):
-                continue
-            rates = [group["lr"] for group in self.param_groups()]
-            rates += [part.learning_rate for part in self.state.values() if hasattr(part, "learning_rate")]
-            if not any(math.isclose(rate, new, rel_tol=1e-6) for rate in rates):
+            is_rate, is_annealed = name.endswith(("learning_rate", "_lr")), getattr(self.args, "anneal_lr", False)
+            is_unread = is_rate and getattr(self.args, name) != old and not (name == "learning_rate" and is_annealed)
+            if is_unread and self.rates() == self.first_rates:
                 fail(f"nothing reads that `args.{name}` has changed: fill `learning_rate` of its Adam; {self.hint()}")
+
+    def rates(self) -> list[float]:
+        """The learning rates of all optimizers."""
+        own = [float(part.learning_rate) for part in self.state.values() if hasattr(part, "learning_rate")]
+        return own + [group["lr"] for group in self.param_groups()]
 
     def save(self) -> None:
         """Write the checkpoint beside the old one, then replace that: a complete one is on disk at all times."""

@@ -2421,8 +2421,9 @@ def test_a_learning_rate_that_is_annealed_may_be_changed(copy, train_copy):
     assert train_copy(module, "ppo")[0]["charts/learning_rate"] == 0.5
     with pytest.raises(SystemExit):
         train_copy(module, "ppo", anneal_lr=False)
-    both = in_the_loop("args.learning_rate *= 0.9; optimizer.learning_rate.fill_(args.learning_rate)")
-    train_copy(copy("ppo", both), "ppo", anneal_lr=False)
+    for read in ("args.learning_rate", "0.5 * args.learning_rate"):
+        both = in_the_loop(f"args.learning_rate *= 0.9; optimizer.learning_rate.fill_({read})")
+        train_copy(copy("ppo", both), "ppo", anneal_lr=False)
     start = "    optimizer = Adam("
     train_copy(copy("ppo", (start, f"    args.learning_rate *= 2\n{start}")), "ppo", anneal_lr=False)
 
