@@ -2139,6 +2139,7 @@ class Run:
         """Load the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
         self.args, self.checkpoint = load_checkpoint(args)
         self.device = validate(self.args)
+        self.settings = asdict(self.args)
         counters = (self.checkpoint.get(name, 0) for name in ("global_step", "iteration", "num_updates", "seconds"))
         self.step, self.iteration, self.num_updates, self.seconds = counters
         self.logged_step = self.saved_step = self.first_step = self.step
@@ -2181,7 +2182,9 @@ class Run:
     def open(self, envs, **state) -> None:
         """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
         self.envs, self.state, envs.stop = envs, state, self.close  # which saves, if an environment raises an error
-        self.settings = asdict(self.args)
+        given, self.settings = self.settings, asdict(self.args)
+        if self.checkpoint and (twice := [name for name in given if given[name] != self.settings[name]]):
+            fail(f"`args.{twice[0]}` changes before `run.open`, in this run a second time: use a variable of your own")
         own = {"rng", "script", "args", "seconds", "global_step", "iteration", "num_updates"}
         for name, part in state.items():
             if name in own:

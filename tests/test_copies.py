@@ -1805,6 +1805,23 @@ def test_a_setting_whose_default_is_made_anew_is_resumed(copy, train_copy, tmp_p
     assert json.loads((tmp_path / "copy_run0" / "config.json").read_text())["args"]["hidden"] == [32]
 
 
+@pytest.mark.parametrize("change", ["*= 2", "= 0.5"])
+def test_a_setting_that_a_resumed_run_would_change_again_is_refused(copy, train_copy, tmp_path, capsys, change):
+    line = "    args, device = run.args, run.device\n"
+    module = copy("dqn", (line, f"{line}    args.learning_rate {change}\n"))
+    train_copy(module, "dqn", learning_rate=0.01)
+    settings = {"resume": str(tmp_path / "copy_run0"), "total_timesteps": 500}
+    if change == "= 0.5":  # which it is already
+        module.train(module.Args(**settings))
+        return
+    with pytest.raises(SystemExit) as end:
+        module.train(module.Args(**settings))
+    assert (
+        end.value.code == 2
+        and "`args.learning_rate` changes before `run.open`, in this run a" in capsys.readouterr().err
+    )
+
+
 def test_state_of_ones_own_is_resumed(copy, train_copy, tmp_path):
     module = copy("dqn", *with_counter('{"a": [1, torch.zeros(2), None], 3: "x"}'))
     train_copy(module, "dqn")
