@@ -11,6 +11,7 @@ usage: ./run.sh COMMAND [FLAGS]
   evaluate RUN_DIR      play a run's deterministic policy; --episodes N, --video FILE.mp4, --follow while it trains
   diff PAIR             what a pair differs in, hunk by hunk, each with its reason: `diff ppo`, or, of your own with its
                         twin beside it, `diff my/copy_of_ppo.py`
+  copy PAIR NAME        a pair under your own name: `copy ppo my_ppo`; --small: shorter, with less plumbing
   sweep [FLAGS]         train scripts x variants x seeds and report; --scripts, --seeds, --total-timesteps, --resume,
                         --ray-address auto --cpus-per-run 1 over the nodes of a Ray cluster
   tune [FLAGS]          search settings, or train a population that changes them, by Ray Tune; --script, --search,
@@ -110,7 +111,7 @@ command=${1:-help}
 help=
 case "$command $* " in test\ *) ;; *" --help "* | *" -h "*) help=yes ;; esac
 case $command in
-  demo | diff | evaluate | ladder | limits | readme | report | stale | sweep)
+  copy | demo | diff | evaluate | ladder | limits | readme | report | stale | sweep)
     install requirements
     # Only a sweep starts scripts: in other commands, `_ray` is part of a path
     case "$command $* " in sweep*_ray* | sweep*" --ray-address"* | sweep*" --ray_address"*) install requirements-ray ;; esac

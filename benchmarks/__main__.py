@@ -14,6 +14,7 @@ from benchmarks.common.programs import check_known, fail
 
 COMMANDS = {
     "backends": "benchmarks.throughput.backends",
+    "copy": "benchmarks.tools.copy",
     "demo": "benchmarks.tools.demo",
     "diff": "benchmarks.tools.diff",
     "env-pools": "benchmarks.pools.env_pools",
