@@ -379,6 +379,8 @@ class Adam(nn.Module):
         weights, self.eps, self.betas = list(module.parameters()), eps, betas
         self.weights = [weight for weight in weights if weight.requires_grad]
         self.frozen = [weight for weight in weights if not weight.requires_grad]
+        if not self.weights:
+            fail("an Adam was made of a module that has no weights which learn: are all frozen?")
         self.sizes = [w.numel() for w in self.weights]
         zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
         self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate, dtype=torch.float))

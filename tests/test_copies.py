@@ -1269,6 +1269,13 @@ def test_a_frozen_layer_that_is_to_learn_later_is_refused(copy, train_copy, caps
     assert end.value.code == 2 and "frozen when their Adam was made" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("module", [nn.Linear(2, 2).requires_grad_(False), nn.Tanh()])
+def test_an_adam_with_nothing_to_learn_is_refused(capsys, module):
+    with pytest.raises(SystemExit, match="2"):
+        defining("Adam").Adam(module, 0.1)
+    assert "has no weights which learn" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["sac_continuous_action", "td3_continuous_action"])
 def test_batch_norm_in_the_actor_is_refused(copy, train_copy, capsys, name):
     layers = "            nn.Linear(obs_dim, 256), nn.ReLU(inplace=True),\n"
