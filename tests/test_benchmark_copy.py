@@ -45,12 +45,12 @@ def load_small(path: Path) -> ModuleType:
 @pytest.fixture
 def train_small(small, tmp_path):
     """Train a small copy by the small settings of its script: name, settings -> outcome."""
-    loaded = []
+    loaded = set()
 
     def train_small(name: str, **overrides) -> helpers.Outcome:
         path = small(name)
         module = load_small(path)
-        loaded.append(path.stem)
+        loaded.add(path.stem)
         known = {field.name for field in fields(module.Args)}
         settings = helpers.settings_of(name, overrides) | {"device": "cpu", "run_dir": str(tmp_path / path.stem)}
         assert settings.keys() <= known | copy.SETTINGS
@@ -78,7 +78,7 @@ def switches(name: str, compile: bool = False) -> dict:
 def test_a_small_copy_trains_to_the_same_numbers(name, num_envs, train_small, tmp_path):
     settings = switches(name) | {"num_envs": num_envs}
     expected, found = original(name, tmp_path / "run", **settings), train_small(name, **settings)
-    assert len(found.lines) > 2 and found.metrics() == [
+    assert len(found.lines) > 1 and found.metrics() == [
         {key: x for key, x in line.items() if not key.startswith("info/")} for line in expected.metrics()
     ]
     assert any(key.startswith("losses/") for key in found.lines[-1])
@@ -159,7 +159,7 @@ def test_runs_of_a_small_copy_are_evaluated_and_reported(name, env_id, train_sma
     assert done.returncode == 0 and f"{env_id}: return" in done.stdout and not done.stderr, done.stderr
     done = benchmark_here(capsys, "report", run, "--out", tmp_path / "report")
     report = (tmp_path / "report" / "report.md").read_text()
-    assert done.returncode == 0 and f"| small_{name} | {env_id} |" in report, done.stderr
+    assert done.returncode == 0 and f"| small_{name.removesuffix('_torchcompile')} | {env_id} |" in report, done.stderr
 
 
 def test_an_episode_that_terminates_with_nan_counts_as_in_the_script(train_small, tmp_path, monkeypatch):

@@ -91,7 +91,7 @@ def test_figures_of_the_readme_are_those_of_the_results():
     said = re.findall(r"PPO on HalfCheetah: (\d+) s, compiled (\d+), cached (\d+), SB3 (\d+)\.", text)
     names = ("eager", "compile (cold)", "compile (warm)", "sb3")
     assert said == [tuple(f"{time_to_score.summarize(times[name])['each']:.0f}" for name in names)]
-    ladder = re.search(r"\| a plain loop \|.*?\*\*If you change", text)[0]
+    ladder = re.search(r"\| a plain loop \|.*?\*\*To change a pair", text)[0]
     speeds = [f"{x['steps_per_second']:,.0f}" for x in read("ladder/ppo_continuous_action")["contestants"].values()]
     said = re.findall(r"\d,\d+", ladder)
     assert len(said) == 8 and said == [speed for speed in speeds if speed in said]
