@@ -92,7 +92,8 @@ def render(eager: Path, compiled: Path, is_coloured: bool) -> str:
     what = f"{len(changed)} lines of code, for {len(reasons)} reasons"
     lines = [f"{eager.name} and {compiled.name} differ in {what} (README counts those of the docstrings, too):", ""]
     for i, reason in enumerate(reasons, 1):
-        wrapped = textwrap.fill(reason, WIDTH, initial_indent=f"{i}. ", subsequent_indent="   ")
+        indents = {"initial_indent": f"{i}. ", "subsequent_indent": "   "}
+        wrapped = textwrap.fill(reason, WIDTH, **indents, break_on_hyphens=False)
         lines.append(paint(wrapped, "#", is_coloured))
     for hunk in found:
         lines += ["", paint(f"── {hunk.place}, line {hunk.line} of {compiled.name}", "@", is_coloured)]
