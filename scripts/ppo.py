@@ -934,7 +934,9 @@ def validate(args: Args) -> torch.device:
 def refuse_idle_calls() -> None:
     """Refuse functions that would do nothing in this file: they work on `.grad`, and gradients are kept elsewhere."""
     source = Path(__file__).read_text(encoding="utf-8")
-    names = "clip_grad_norm_", "clip_grad_value_", "optim.SGD", "optim.RMSprop", "optim.Adam", "optim.AdamW"
+    kinds = [f"optim.{name}" for name, x in vars(torch.optim).items() if isinstance(x, type)]
+    imported = [name for name, x in globals().items() if str(getattr(x, "__module__", "")).startswith("torch.optim")]
+    names = ("clip_grad_norm_", "clip_grad_value_", *kinds, *imported)
     if not any(f"{name}(" in source for name in names):
         return
     nodes = [*ast.walk(ast.parse(source))]

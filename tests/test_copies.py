@@ -2276,14 +2276,28 @@ IDLE = {
         "    run.open(envs, ",
         "    other = torch.optim.AdamW(agent.parameters())\n    run.open(envs, other=other, ",
     ),
+    "imported": (
+        "    run.open(envs, ",
+        "    from torch import optim\n    other = optim.NAdam(agent.parameters())\n    run.open(envs, other=other, ",
+    ),
+    "by its name": ("    run.open(envs, ", "    other = SGD(agent.parameters())\n    run.open(envs, other=other, "),
 }
 
 
-@pytest.mark.parametrize(("kind", "named"), [("clip", "nn.utils.clip_grad_norm_"), ("torch", "torch.optim.AdamW")])
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("clip", "nn.utils.clip_grad_norm_"),
+        ("torch", "torch.optim.AdamW"),
+        ("imported", "optim.NAdam"),
+        ("by its name", "SGD"),
+    ],
+)
 @pytest.mark.parametrize("name", ["ppo", "ppo_torchcompile"])
 def test_what_would_find_no_gradient_is_refused(copy, train_copy, capsys, name, kind, named):
+    more = ("import tyro\n", f"import tyro\n{'from torch.optim import SGD' * (named == 'SGD')}\n")
     with pytest.raises(SystemExit) as end:
-        train_copy(copy(name, IDLE[kind]), "ppo")
+        train_copy(copy(name, IDLE[kind], more), "ppo")
     assert end.value.code == 2 and f"`{named}` would do nothing" in capsys.readouterr().err
 
 
