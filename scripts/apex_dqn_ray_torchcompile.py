@@ -281,7 +281,8 @@ class Runner:
         else:  # a few vectors are too little work for a GPU, or for PyTorch
             self.q_values = self.network.on_arrays()
             check_policy(self.q_values, self.network, self.network, self.envs.obs_dim)
-        self.rng, self.statistics, self.clock = np.random.default_rng(seeds), EpisodeStatistics(len(seeds)), Clock()
+        self.rng = np.random.default_rng([*seeds, 1])  # of `seeds` alone, a single environment draws the same numbers
+        self.statistics, self.clock = EpisodeStatistics(len(seeds)), Clock()
         self.obs, self.done, self.age = self.envs.reset(), np.zeros(len(seeds), dtype=bool), np.zeros(len(seeds), int)
         self.first_env = 0  # index of its first environment among those of all runners
         # Data kept of each step: the newest frame, values, ... The last rows of a fragment are needed in the next one

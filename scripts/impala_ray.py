@@ -287,7 +287,8 @@ class Runner:
             self.obs_type, self.device, self.policy = np.float32, torch.device("cpu"), numpy_mlp(self.agent.actor)
             check_policy(self.policy, lambda obs: self.agent(obs)[0], self.agent, self.envs.obs_dim)
         check_density(self.agent)
-        self.rng, self.statistics, self.clock = np.random.default_rng(seeds), EpisodeStatistics(len(seeds)), Clock()
+        self.rng = np.random.default_rng([*seeds, 1])  # of `seeds` alone, a single environment draws the same numbers
+        self.statistics, self.clock = EpisodeStatistics(len(seeds)), Clock()
         self.obs, self.done = self.envs.reset(), np.zeros((1, len(seeds)), dtype=bool)
 
     @torch.no_grad()

@@ -355,7 +355,8 @@ class RunningNorm:
         self.count += len(x)
         delta = x - self.mean
         self.mean += delta.sum(0) / max(self.count, 1)  # 0 if all rows so far were resets
-        self.squares += (delta * (x - self.mean)).sum(0)
+        # Of a number that never changes, rounding may leave less than 0
+        self.squares = np.maximum(self.squares + (delta * (x - self.mean)).sum(0), 0)
 
     @property
     def std(self) -> np.ndarray:

@@ -247,7 +247,8 @@ class Runner:
             self.obs_type, self.device, self.policy = np.float32, torch.device("cpu"), numpy_mlp(self.agent.actor)
             check_policy(self.policy, lambda obs: self.agent(obs)[0], self.agent, self.envs.obs_dim)
         check_density(self.agent)
-        self.rng, self.statistics, self.clock = np.random.default_rng(seeds), EpisodeStatistics(len(seeds)), Clock()
+        self.rng = np.random.default_rng([*seeds, 1])  # of `seeds` alone, a single environment draws the same numbers
+        self.statistics, self.clock = EpisodeStatistics(len(seeds)), Clock()
         self.obs, self.done = self.envs.reset(), np.zeros((1, len(seeds)), dtype=bool)
         self.obs_norm = RunningNorm((self.envs.obs_dim,) * args.norm_obs)  # else one number, as it is sent
         self.reward_scale = RewardScale(len(seeds), args.gamma)
@@ -260,7 +261,8 @@ class Runner:
         set_moments(self.obs_norm, *obs_moments)
         self.clock.lap("weights")
         shape, is_discrete = (self.args.num_steps, len(self.obs)), self.agent.is_discrete
-        raw_obs, obs = (np.empty((shape[0] + 1, *self.obs.shape), x) for x in (self.obs.dtype, self.obs_type))
+        raw_type = np.uint8 if self.agent.sees_frames else np.float64  # the first observation may be integers by chance
+        raw_obs, obs = (np.empty((shape[0] + 1, *self.obs.shape), x) for x in (raw_type, self.obs_type))
         output, noise = np.empty((*shape, self.agent.outputs), dtype=np.float32), self.agent.noise(self.rng, *shape)
         action = np.empty(shape, dtype=np.int64) if is_discrete else np.empty_like(output)
         (reward, spent), (terminated, truncated) = np.empty((2, *shape)), np.empty((2, *shape), dtype=bool)
@@ -278,7 +280,8 @@ class Runner:
         done_before, self.obs, self.done = self.done[-1:], raw_obs[-1], terminated | truncated
         valid = ~np.concatenate([done_before, self.done[:-1]])  # the row after an episode's end is its reset
         episodes = self.statistics.update(reward, self.done, valid)
-        set_moments(self.obs_norm)  # from here on, both hold only this fragment, which the learner merges into its own
+        # From here on, both hold only this fragment, for the learner to merge. Squares around the mean so far are exact
+        set_moments(self.obs_norm, mean=self.obs_norm.mean)
         set_moments(self.reward_scale)
         reward = reward.clip(-1, 1) if self.args.clip_rewards else reward
         if self.args.norm_obs:
@@ -302,6 +305,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
     """A learner -> networks, optimizer, `learn`. `add_up` sums a vector over several learners."""
     agent = ActorCritic(observation_space, action_space).to(device)
     optimizer = Adam(agent, args.learning_rate, eps=1e-5)
+    optimizer.register_buffer("num_rollouts", torch.zeros((), dtype=torch.int64), persistent=False)  # of all learners
 
     @torch.no_grad()
     def estimate(obs: Tensor, action: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
@@ -364,7 +368,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
     def learn(fragments: list[tuple[np.ndarray, ...]]) -> Tensor:
         """Learn from fragments -> METRICS, explained variance, learning rate. All learners use one order of rows."""
         explained_variance, *batch = estimate(*to_batch(fragments, device))
-        permutations = draw_permutations(args, int(optimizer.steps), len(batch[0])).to(device)
+        permutations = draw_permutations(args, int(optimizer.num_rollouts), len(batch[0])).to(device)
         all_stats = advantage_stats(batch[4][permutations], batch[6][permutations], args.norm_adv, add_up)
         for permutation, stats in zip(permutations, all_stats, strict=True):
             losses = update_epoch(permutation, stats, *batch)
@@ -403,6 +407,7 @@ def train(args: Args) -> Path:
                 merge(norm, *seen)
 
         # Learn. The first fragments are this learner's
+        optimizer.num_rollouts.fill_(iteration)
         learners.update(optimizer, fragments[share:])
         losses = learn(fragments[:share])
         run.num_updates = iteration + 1
@@ -517,7 +522,8 @@ class RunningNorm:
         self.count += len(x)
         delta = x - self.mean
         self.mean += delta.sum(0) / max(self.count, 1)  # 0 if all rows so far were resets
-        self.squares += (delta * (x - self.mean)).sum(0)
+        # Of a number that never changes, rounding may leave less than 0
+        self.squares = np.maximum(self.squares + (delta * (x - self.mean)).sum(0), 0)
 
     @property
     def std(self) -> np.ndarray:
@@ -1417,12 +1423,11 @@ class FirstReady:
     def __init__(self, envs: Envs):
         self.envs, self.pipes, self.waits, self.busy = envs, envs.vector.parent_pipes, False, select.poll()
         self.env_of = {pipe.fileno(): env for env, pipe in enumerate(self.pipes)}
-        self.last_obs = np.zeros_like(envs.vector.observations)
         for pipe in self.pipes:
             self.busy.register(pipe, select.POLLIN)
 
     def begin(self) -> tuple[np.ndarray, np.ndarray]:
-        self.count = np.zeros(self.envs.num_envs, dtype=int)
+        self.count, self.last_obs = np.zeros(self.envs.num_envs, dtype=int), self.envs.vector.observations.copy()
         return self.count.copy(), np.arange(self.envs.num_envs)
 
     def step(self, place: tuple[np.ndarray, np.ndarray], action: np.ndarray, num_steps: int):
@@ -1632,9 +1637,10 @@ def merge(norm: RunningNorm, count: int, mean: np.ndarray, squares: np.ndarray) 
         norm.mean, norm.count = norm.mean + delta * share, norm.count + count
 
 
-def draw_permutations(args: Args, num_steps: int, num_rows: int) -> Tensor:
-    """Orders of rows (E, K, M), the same for all learners, from the seed and the number of Adam steps so far."""
-    generator = torch.Generator().manual_seed(int(np.random.SeedSequence([args.seed, num_steps]).generate_state(1)[0]))
+def draw_permutations(args: Args, num_rollouts: int, num_rows: int) -> Tensor:
+    """Orders of rows (E, K, M), the same for all learners, from the seed and the number of rollouts so far."""
+    seed = np.random.SeedSequence([args.seed, num_rollouts]).generate_state(1)[0]
+    generator = torch.Generator().manual_seed(int(seed))
     orders = [torch.randperm(num_rows, generator=generator) for _ in range(args.update_epochs)]
     return torch.stack(orders).view(args.update_epochs, args.num_minibatches, -1)
 

@@ -81,6 +81,16 @@ def test_running_norm_is_the_statistics_of_all_rows():
     np.testing.assert_allclose(norm(x), [[-1, 2, 10], [0, -10, 3]], rtol=1e-6, atol=1e-9)
 
 
+def test_a_number_that_never_changes_is_normalized_to_zero():
+    """Its sum of squares is rounding, which may come out below zero."""
+    constant = np.random.default_rng(0).uniform(1e3, 1e5, 200)
+    for count in (16, 1024):
+        norm = defining("RunningNorm").RunningNorm((200,))
+        norm.update(np.tile(constant, (count, 1)))
+        assert (norm.squares >= 0).all() and (norm.squares == 0).any()
+        np.testing.assert_allclose(norm(constant), np.zeros(200), atol=1e-4)
+
+
 def test_running_norm_goes_on_from_its_state():
     data = np.random.default_rng(1).normal(size=(20, 3))
     whole, half, resumed = (defining("RunningNorm").RunningNorm((3,)) for _ in range(3))

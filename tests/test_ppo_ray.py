@@ -7,6 +7,7 @@ import itertools
 import signal
 from unittest import mock
 
+import gymnasium as gym
 import helpers
 import numpy as np
 import pytest
@@ -44,7 +45,13 @@ def same(a, b) -> bool:
 # Statistics
 
 
-NOTHING = (0, np.zeros(3), np.zeros(3)), (0, np.zeros(()), np.zeros(()))
+def empty(size: int) -> tuple[tuple, tuple]:
+    """The statistics of no observations (size,), or of none that are normalized, and of no rewards."""
+    shape = (size,) if size else ()
+    return (0, np.zeros(shape), np.zeros(shape)), (0, np.zeros(()), np.zeros(()))
+
+
+NOTHING = empty(3)
 
 
 def runner_of(seeds: list[int], **settings):
@@ -153,10 +160,51 @@ def test_a_reset_may_be_the_first_row_of_a_fragment():
     assert found > 5
 
 
+class Far(gym.Env):
+    """Observations far from 0 that hardly change, but for the first one, which is of integers."""
+
+    observation_space, action_space = gym.spaces.Box(-np.inf, np.inf, (2,)), gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed, options=options)
+        return np.array([100_000, 0]), {}
+
+    def step(self, _action):
+        return self.np_random.normal([1e5, 0], 0.01), 0.0, False, False, {}
+
+
+gym.register("Far-v0", Far)
+
+
+def test_statistics_of_numbers_far_from_zero_are_exact_once_their_mean_is_known():
+    runner, weights = runner_of([1], env_id="Far-v0", num_steps=64, norm_obs=True)
+    (report, _), norm = runner.sample(0, weights, *empty(2)), SCRIPT.RunningNorm((2,))
+    SCRIPT.merge(norm, *report["moments"][0])
+    report, _ = runner.sample(1, weights, SCRIPT.moments(norm), NOTHING[1])
+    count, mean, squares = report["moments"][0]
+    np.testing.assert_allclose(mean, [1e5, 0], atol=0.01)
+    assert count == 64 and (0.008 < np.sqrt(squares / count)).all() and (np.sqrt(squares / count) < 0.012).all()
+
+
+def test_a_first_observation_of_integers_does_not_make_all_others_integers():
+    runner, weights = runner_of([1], env_id="Far-v0", num_steps=8)
+    _, (obs, _, _) = runner.sample(0, weights, *empty(0))
+    assert (obs[0] == [100_000, 0]).all() and (obs[1:, 0, 1] % 1 != 0).all()
+
+
+def test_each_rollout_has_an_order_of_rows_of_its_own_also_after_a_resume(train, monkeypatch):
+    """By a count of rollouts: Adam's, of floats, stops at 2**24."""
+    counts, draw = [], SCRIPT.draw_permutations
+    monkeypatch.setattr(SCRIPT, "draw_permutations", lambda args, n, rows: counts.append(n) or draw(args, n, rows))
+    run = train()
+    SCRIPT.train(SCRIPT.Args(resume=str(run.run_dir), total_timesteps=2 * SMALL["total_timesteps"]))
+    assert len(counts) > 20 and counts == [*range(len(counts))]
+
+
 def test_orders_of_rows_are_new_in_each_epoch_and_rollout():
     """And the same of all learners; each row comes once in an epoch."""
     args = arguments(update_epochs=3, num_minibatches=4)
-    orders = [SCRIPT.draw_permutations(args, num_steps, 32) for num_steps in (0, 12)]
+    orders = [SCRIPT.draw_permutations(args, num_rollouts, 32) for num_rollouts in (0, 12)]
     assert torch.equal(orders[0], SCRIPT.draw_permutations(args, 0, 32)) and orders[0].shape == (3, 4, 8)
     epochs = [epoch.flatten() for order in orders for epoch in order]
     assert all(torch.equal(epoch.sort().values, torch.arange(32)) for epoch in epochs)

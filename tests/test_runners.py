@@ -48,6 +48,19 @@ def test_settings_that_hide_the_score_of_a_game_are_refused(name, setting, capfd
     script.open_envs(script.replace(args, env_kwargs=f'{{"{setting}": false}}'), [1]).close()
 
 
+@each_script
+def test_a_runner_draws_other_numbers_than_its_environments(name):
+    """Also with a single one: Gymnasium makes the same generator of its seed as NumPy of a list of that."""
+    script = load(name)
+    for seeds in ([5], [5, 6]):
+        args = script.Args(**small_settings(name) | {"envs_per_runner": len(seeds)})
+        runner = script.Runner(args, seeds)
+        own = runner.rng.random(4)
+        runner.envs.close()
+        for seed in seeds:
+            assert not np.isin(own, gym.utils.seeding.np_random(seed)[0].random(100)).any()
+
+
 class Mixing(torch.nn.Module):
     """A policy for frames that looks at the whole batch, or draws random numbers; or not."""
 
