@@ -430,9 +430,10 @@ def test_bars_are_bounds_as_cells_are(monkeypatch):
     monkeypatch.setattr(readme.plots, "describe_axis", lambda *_: None)
     one = {"seed": 1, "seconds": 10.0, "reached": True, "steps": 100}
     rows = {"eager": [one], "sb3": [one, one, {"failed": "exit code 1", "reached": False}]}
+    rows["sbx"] = [one | {"seconds": 10.0 + x, "reached": x < 2} for x in (-2, -1, 0, 1, 2)]
     readme.draw_times(None, {"contestants": rows, "script": "a", "env_id": "b", "score": 1, "provenance": provenance()})
     ((values, intervals, prefixes),) = drawn
-    assert values == [10, 10] and [list(x) for x in intervals] == [[10, 10]] * 2 and prefixes == ["", "≥ "]
+    assert values == [10] * 3 and [list(x) for x in intervals] == [[10, 10]] * 3 and prefixes == ["", "≥ ", "≥ "]
 
 
 def test_the_time_in_the_overview_is_the_longest_that_all_runs_have():

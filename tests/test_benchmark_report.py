@@ -306,6 +306,13 @@ def test_a_short_run_of_another_variant_does_not_shorten_a_pair(tmp_path):
     assert "common_scores" in result["rows"][0] and result["pairs"][0]["difference"] == 440 - 400
 
 
+def test_a_pair_of_other_settings_gets_no_verdict(tmp_path):
+    make_run(tmp_path / "eager", curve(400), total=500_000, args={"learning_rate": 1e-2})
+    make_run(tmp_path / "compiled", curve(440), total=500_000, **COMPILE)
+    (pair,) = report.write_report([tmp_path], tmp_path / "out")["pairs"]
+    assert report.pair_cells(pair)[4] == report.MIXED
+
+
 def test_pairs_are_of_one_precision(tmp_path):
     for i, script in enumerate(("ppo.py", "ppo_torchcompile.py")):
         for bf16 in (False, True):
@@ -399,6 +406,15 @@ def test_scores_on_the_way_need_all_runs():
     short, long = (runs.Run(Path(), {}, [make_line(step, 1.0, 1) for step in (100, end)]) for end in (500, 1000))
     assert report.scores_at([short, long], 1000, "global_step") is None
     assert report.scores_at([short, long], 500, "global_step") == [1, 1]
+
+
+def test_few_seeds_have_no_band_as_they_have_no_interval(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(report.plots, "draw_curve", lambda *x: drawn.append(x[5]))
+    for count in (report.MIN_SEEDS - 1, report.MIN_SEEDS):
+        members = [runs.Run(Path(), {}, [make_line(step, 1.0, 1) for step in range(0, 500, 10)])] * count
+        report.draw_panel(mock.Mock(), {"eager": members}, "global_step", None)
+    assert drawn[0] is None and drawn[1] is not None
 
 
 def test_a_curve_ends_where_its_shortest_run_does(monkeypatch):

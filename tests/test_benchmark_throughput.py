@@ -122,6 +122,16 @@ def test_ratios_and_break_even_of_synthetic_rounds():
     assert result["break_even_steps"]["compile"] == {"cold": 4000, "warm": 0}
 
 
+def test_compiling_is_compared_with_an_eager_start_that_is_like_the_others():
+    """The first one of all reads packages from the disk, which has nothing to do with an empty cache."""
+    eager = throughput.summarize([round_of(100.0, start) for start in (26.0, 3.0, 3.0)])
+    own = throughput.summarize([round_of(200.0, start) for start in (16.0, 5.0, 5.0)])
+    assert throughput.compare({"eager": eager, "compile": own})["break_even_steps"]["compile"] == {
+        "cold": pytest.approx((16 - 3) * 200),
+        "warm": pytest.approx((5 - 3) * 200),
+    }
+
+
 def test_what_the_device_does_is_shown(tmp_path):
     """As on a GPU, which there need not be here."""
     use = {"busy_fraction": 0.25, "busy_us_per_step": 100.0, "seconds": 0.1, "timeline": [0.2, 0.3]}

@@ -273,7 +273,8 @@ def make_log(folder: Path, every: int):
                 self.write()
 
         def _on_training_end(self) -> None:
-            if self.num_timesteps > self.written[0]:
+            # A run that was stopped has, since its last line, only collected: a window without learning
+            if self.num_timesteps > self.written[0] and not self.stopped:
                 self.write()
 
         def write(self) -> None:

@@ -207,11 +207,13 @@ def compare(contestants: dict[str, dict]) -> dict:
     breaks = {}
     for name in [name for name in ours if name != "eager" and "eager" in ours]:
         ratios.append(ratio(contestants, name, "eager"))
-        own, starts = contestants[name], ("cold_seconds", "warm_seconds")
-        times = {key: (own[key], eager[key]) for key in starts if own[key] is not None and eager[key] is not None}
+        own, starts = contestants[name], [x["first_update_seconds"] for x in eager["rounds"] if "failed" not in x]
+        # Eager has nothing to compile, so its starts are alike, but for the first, which reads packages from the disk
+        base = (float(np.median(starts)), eager["steps_per_second"])
         breaks[name] = {
-            key.removesuffix("_seconds"): steady.break_even(a, own["steps_per_second"], b, eager["steps_per_second"])
-            for key, (a, b) in times.items()
+            cache: steady.break_even(own[f"{cache}_seconds"], own["steps_per_second"], *base)
+            for cache in ("cold", "warm")
+            if own[f"{cache}_seconds"] is not None
         }
     return {"ratios": ratios, "break_even_steps": breaks}
 

@@ -704,7 +704,10 @@ def draw_times(axis, result: dict) -> None:
     own = {name: x for name, x in own.items() if x["runs"]}
     bounds = ["≥ " * (x["reached"] < x["runs"] + x["failed"]) for x in own.values()]
     values = [x["mean"] for x in own.values()]
-    intervals = [x["interval"] or (x["mean"], x["mean"]) for x in own.values()]
+    known = [not bound and x["interval"] for x, bound in zip(own.values(), bounds, strict=True)]
+    intervals = [
+        x or (value, value) for x, value in zip(known, values, strict=True)
+    ]  # a bound has none, as in the table
     plots.draw_bars(axis, list(own), values, intervals, prefixes=bounds)
     title = f"Seconds from the start to a return of {result['score']:,.0f}\n{machine_of(result['provenance'])}"
     note = f"{result['script']} on {result['env_id']}\nlines: 95 % intervals"
