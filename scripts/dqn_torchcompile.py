@@ -475,6 +475,9 @@ def compiled(device: torch.device, *functions, **more_options):
         places = os.path.dirname(torch.__file__), torch._inductor.runtime.cache_dir_utils.cache_dir()
         if spaced := [place for place in places if " " in place]:  # Inductor does not quote it
             fail(f"torch.compile can't use a folder with a space in its name, {spaced[0]}; --no-compile does without")
+    codes = [function.__code__ for function in functions]
+    if len(set(map(id, codes))) < len(codes):
+        fail("two functions of one `def`, or of one decorator, would share compiled code: write each out, undecorated")
     torch._dynamo.config.trace_autograd_ops = True
     torch.compiler.reset()  # an earlier run in this process may have compiled with other settings
     check_adam()
@@ -570,14 +573,16 @@ def readings(name: str, value, seen: set, names: set):
     all. Of library objects only numbers and strings are read: the rest may be caches, which change.
     """
     if not isinstance(value, nn.Module):  # unwrap CUDA graphs, compiled functions, methods and properties
-        value = getattr(value, "module", value)
-        while hasattr(value, "__wrapped__"):
+        value = value if name else getattr(value, "module", value)
+        while "__wrapped__" in getattr(value, "__dict__", {}):
             value = value.__wrapped__
         value = value.fget if isinstance(value, property) else value
     is_function, is_module = hasattr(value, "__code__"), isinstance(value, ModuleType)
     is_closed = isinstance(value, Tensor) or type(value).__module__.startswith("tensordict")
     if isinstance(value, Tensor) and value._backward_hooks:
         fail(f"`{name}` has a hook, which compiled code does not call: change the gradient before `Adam.step`")
+    if isinstance(value, nn.Parameter):
+        yield f"{name}.requires_grad", getattr, value, "requires_grad"
     if is_closed and isinstance(value, nn.Module):  # of stacked networks only the mode is no tensor
         yield f"{name}.training", getattr, value, "training"
     if id(value) in seen or is_closed or ((is_function or is_module) and not is_own(value)):
@@ -637,7 +642,7 @@ def refuse_changes(function):
     def checked(*inputs):
         nonlocal number
         if not parts:
-            names = {"training"}
+            names = {"training", "requires_grad"}
             found = list(readings("", function, set(), names))  # only attributes that some code names
             any_of = [x[1:] for x in names if x[:1] == "*"]
             ends = {x[0]: x[0].rpartition(".")[2] for x in found if "." in x[0] and x[0][-1] != "]"}
@@ -861,8 +866,8 @@ def end_with_parent() -> None:
 def become_worker() -> None:
     """In a worker process: end soon after the parent, and leave signals to it."""
     threading.Thread(target=end_with_parent, daemon=True).start()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # programs that it starts do not inherit this, and hear `terminate`
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # for programs that it starts
 
 
@@ -877,6 +882,13 @@ def wrap(env: gym.Env) -> gym.Env:
     return env
 
 
+def refuse_floats(obs):
+    """A ValueError for floats by a space of integers, such as pixels over 255: to store them would round them off."""
+    if np.asarray(obs).dtype.kind == "f":
+        raise ValueError("observations are floats, by a space of integers: a wrapper must tell its own space")
+    return obs
+
+
 def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.Env:
     """An environment of Gymnasium (not of EnvPool), flat observations (O,)."""
     warnings.filterwarnings("ignore", ".*out of date")  # about old ids, which published results use
@@ -885,6 +897,8 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     env = wrap(gym.make(env, disable_env_checker=True, **settings))
     if not env.observation_space.is_np_flattenable:
         raise ValueError(f"observations are {env.observation_space}, of which there is no vector")
+    if isinstance(env.observation_space, gym.spaces.Box) and env.observation_space.dtype.kind in "iu":
+        env = gym.wrappers.TransformObservation(env, refuse_floats, env.observation_space)
     is_flat = isinstance(env.observation_space, gym.spaces.Box) and len(env.observation_space.shape) == 1
     return env if is_flat else gym.wrappers.FlattenObservation(env)
 
@@ -999,7 +1013,7 @@ def light_start():
     Otherwise multiprocessing imports the main module in each, and with it PyTorch: 1.6 s and 230 MB instead of 0.2 s
     and 40 MB. So an empty module takes its place meanwhile. This process gets its signals when the context ends.
     """
-    os.environ["OMP_NUM_THREADS"] = "1"
+    threads, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
     resource_tracker.ensure_running()  # which unblocks signals when it starts
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
@@ -1011,6 +1025,8 @@ def light_start():
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        del os.environ["OMP_NUM_THREADS"]
+        os.environ |= {} if threads is None else {"OMP_NUM_THREADS": threads}
 
 
 def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
@@ -1161,7 +1177,8 @@ class Envs:
         dead = [f"{i} (exit code {p.exitcode})" for i, p in enumerate(workers) if p.exitcode]
         if dead:
             return f"environment worker {', '.join(dead)} died"
-        traceback.print_exception(error)
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            traceback.print_exception(error)
         return f"{type(error).__name__}: {error}".removesuffix(": ")
 
     def note_ends(self, infos, done: np.ndarray) -> None:
@@ -1179,7 +1196,7 @@ class Envs:
         workers = getattr(self.vector, "processes", ())
         timer = threading.Timer(6, lambda: [worker.kill() for worker in workers])  # else waits without end
         timer.start()
-        with contextlib.suppress(Exception):  # a worker may be dead or, after an error, never answer
+        with contextlib.suppress(Exception, SystemExit):  # a worker may be dead or, after an error, never answer
             self.vector.close(**{"timeout": 5} if isinstance(self.vector, gym.vector.AsyncVectorEnv) else {})
         timer.cancel()
 
@@ -1293,11 +1310,11 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
     return saved
 
 
-def new_folder(name: str) -> Path:
-    """Make runs/NAME__SECONDS; of several runs that start in the same second, all but one wait for the next."""
-    Path("runs").mkdir(exist_ok=True)
+def new_folder(runs: Path, name: str) -> Path:
+    """Make NAME__SECONDS in `runs`; of several runs that start in the same second, all but one wait for the next."""
+    runs.mkdir(exist_ok=True)
     while True:
-        folder = Path("runs", f"{name}__{int(time.time())}".replace("/", "_").replace(":", "_"))
+        folder = Path(runs, f"{name}__{int(time.time())}".replace("/", "_").replace(":", "_"))
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
             return folder
@@ -1362,7 +1379,7 @@ class Run:
         """Load the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
         self.args, self.checkpoint = load_checkpoint(args)
         self.device = validate(self.args)
-        self.settings = asdict(self.args)
+        self.settings, self.home = asdict(self.args), Path.cwd()  # which an environment may leave for another folder
         counters = (self.checkpoint.get(name, 0) for name in ("global_step", "iteration", "num_updates", "seconds"))
         self.step, self.iteration, self.num_updates, self.seconds = counters
         self.logged_step = self.saved_step = self.first_step = self.step
@@ -1422,16 +1439,16 @@ class Run:
         self.keep_rng()
         self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
         chosen = self.args.resume or self.args.run_dir
-        self.dir = Path(chosen or "runs")
+        self.dir = Path(self.home, chosen or "runs")
         try:
             if not chosen:
-                self.dir = new_folder(f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}")
+                self.dir = new_folder(self.dir, f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}")
             self.dir.mkdir(parents=True, exist_ok=True)
             if not self.args.resume and any(self.dir.iterdir()):
-                fail(f"the run folder {self.dir} is not empty; --resume goes on with a run")
+                fail(f"the run folder {self.place()} is not empty; --resume goes on with a run")
             self.open_files()
         except Exception as error:  # those of Weights & Biases have no other type in common
-            fail(f"can't use the run folder {self.dir}: {type(error).__name__}: {error}")
+            fail(f"can't use the run folder {self.place()}: {type(error).__name__}: {error}")
         if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
         if starts := getattr(self.args, "learning_starts", 0):
@@ -1449,10 +1466,10 @@ class Run:
         mode = "a+" if self.args.resume else "x+"  # "x": of two runs that begin here at once, one fails
         old = log.open(mode, errors="replace")  # closing any other handle of this file would end its lock
         if not lock(old):
-            fail(f"another process is training {self.dir}: end it first")
+            fail(f"another process is training {self.place()}: end it first")
         saved = self.dir / "checkpoint.pt"
         if self.args.resume and torch.load(saved, "cpu", weights_only=True, mmap=True)["global_step"] != self.step:
-            fail(f"another process has saved {self.dir} since this one read it: try again")
+            fail(f"another process has saved {self.place()} since this one read it: try again")
         git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
         commit = subprocess.getoutput(git) or None
         blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
@@ -1491,7 +1508,7 @@ class Run:
         log.with_suffix(".tmp").replace(log)
         self.file, self.writer = log.open("a", buffering=1), None
         if not lock(self.file):
-            fail(f"another process is training {self.dir}: end it first")
+            fail(f"another process is training {self.place()}: end it first")
         old.close()
         if self.args.track:
             import wandb
@@ -1581,9 +1598,13 @@ class Run:
             sys.exit(f"error: can't write a checkpoint: {error}; {self.hint()}")
         self.saved_step = self.step
 
+    def place(self) -> Path:
+        """The run's folder, as seen from where the run was started."""
+        return self.dir.relative_to(self.home) if self.dir.is_relative_to(self.home) else self.dir
+
     def hint(self) -> str:
         """How to go on once the run has ended."""
-        run = shlex.quote(str(self.dir))
+        run = shlex.quote(str(self.place()))
         return f"to go on from step {self.saved_step}: --resume {run}" if self.saved_step else "nothing saved yet"
 
     def goes_on(self) -> bool:
@@ -1621,7 +1642,7 @@ class Run:
             print("this run was finished before; a greater --total-timesteps (in PPO by a rollout) lets it go on")
         count = len(self.returns)
         score = f", mean return of the last {count} episodes {np.mean(self.returns):.1f}" if count else ""
-        print(f"{self.step:,} steps in {self.seconds:.1f} s{score}\nlog, checkpoint, configuration: {self.dir}")
+        print(f"{self.step:,} steps in {self.seconds:.1f} s{score}\nlog, checkpoint, configuration: {self.place()}")
         if self.stopped_by is not None:
             print(f"stopped by a signal; {self.hint()}", file=sys.stderr)
             sys.exit(128 + self.stopped_by)

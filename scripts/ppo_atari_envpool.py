@@ -583,7 +583,8 @@ class Envs:
             fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}{hint}")
         for thread in set(os.listdir(tasks)) - threads if tasks.exists() else ():
             # The policy's thread has priority, since all games wait for it
-            os.setpriority(os.PRIO_PROCESS, int(thread), os.getpriority(os.PRIO_PROCESS, 0) + 10)
+            with contextlib.suppress(OSError):  # it has ended, or the system allows no process to do this
+                os.setpriority(os.PRIO_PROCESS, int(thread), os.getpriority(os.PRIO_PROCESS, 0) + 10)
         self.action_space, frames = self.pools[0].action_space, self.pools[0].observation_space.shape
         if frames != (4, 84, 84):
             fail(f"--env-kwargs make observations {frames}; this script is for four grey frames of 84 x 84")
@@ -769,11 +770,11 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
     return saved
 
 
-def new_folder(name: str) -> Path:
-    """Make runs/NAME__SECONDS; of several runs that start in the same second, all but one wait for the next."""
-    Path("runs").mkdir(exist_ok=True)
+def new_folder(runs: Path, name: str) -> Path:
+    """Make NAME__SECONDS in `runs`; of several runs that start in the same second, all but one wait for the next."""
+    runs.mkdir(exist_ok=True)
     while True:
-        folder = Path("runs", f"{name}__{int(time.time())}".replace("/", "_").replace(":", "_"))
+        folder = Path(runs, f"{name}__{int(time.time())}".replace("/", "_").replace(":", "_"))
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
             return folder
@@ -838,7 +839,7 @@ class Run:
         """Load the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
         self.args, self.checkpoint = load_checkpoint(args)
         self.device = validate(self.args)
-        self.settings = asdict(self.args)
+        self.settings, self.home = asdict(self.args), Path.cwd()  # which an environment may leave for another folder
         counters = (self.checkpoint.get(name, 0) for name in ("global_step", "iteration", "num_updates", "seconds"))
         self.step, self.iteration, self.num_updates, self.seconds = counters
         self.logged_step = self.saved_step = self.first_step = self.step
@@ -898,16 +899,16 @@ class Run:
         self.keep_rng()
         self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
         chosen = self.args.resume or self.args.run_dir
-        self.dir = Path(chosen or "runs")
+        self.dir = Path(self.home, chosen or "runs")
         try:
             if not chosen:
-                self.dir = new_folder(f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}")
+                self.dir = new_folder(self.dir, f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}")
             self.dir.mkdir(parents=True, exist_ok=True)
             if not self.args.resume and any(self.dir.iterdir()):
-                fail(f"the run folder {self.dir} is not empty; --resume goes on with a run")
+                fail(f"the run folder {self.place()} is not empty; --resume goes on with a run")
             self.open_files()
         except Exception as error:  # those of Weights & Biases have no other type in common
-            fail(f"can't use the run folder {self.dir}: {type(error).__name__}: {error}")
+            fail(f"can't use the run folder {self.place()}: {type(error).__name__}: {error}")
         if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
         if starts := getattr(self.args, "learning_starts", 0):
@@ -925,10 +926,10 @@ class Run:
         mode = "a+" if self.args.resume else "x+"  # "x": of two runs that begin here at once, one fails
         old = log.open(mode, errors="replace")  # closing any other handle of this file would end its lock
         if not lock(old):
-            fail(f"another process is training {self.dir}: end it first")
+            fail(f"another process is training {self.place()}: end it first")
         saved = self.dir / "checkpoint.pt"
         if self.args.resume and torch.load(saved, "cpu", weights_only=True, mmap=True)["global_step"] != self.step:
-            fail(f"another process has saved {self.dir} since this one read it: try again")
+            fail(f"another process has saved {self.place()} since this one read it: try again")
         git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
         commit = subprocess.getoutput(git) or None
         blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
@@ -967,7 +968,7 @@ class Run:
         log.with_suffix(".tmp").replace(log)
         self.file, self.writer = log.open("a", buffering=1), None
         if not lock(self.file):
-            fail(f"another process is training {self.dir}: end it first")
+            fail(f"another process is training {self.place()}: end it first")
         old.close()
         if self.args.track:
             import wandb
@@ -1057,9 +1058,13 @@ class Run:
             sys.exit(f"error: can't write a checkpoint: {error}; {self.hint()}")
         self.saved_step = self.step
 
+    def place(self) -> Path:
+        """The run's folder, as seen from where the run was started."""
+        return self.dir.relative_to(self.home) if self.dir.is_relative_to(self.home) else self.dir
+
     def hint(self) -> str:
         """How to go on once the run has ended."""
-        run = shlex.quote(str(self.dir))
+        run = shlex.quote(str(self.place()))
         return f"to go on from step {self.saved_step}: --resume {run}" if self.saved_step else "nothing saved yet"
 
     def goes_on(self) -> bool:
@@ -1097,7 +1102,7 @@ class Run:
             print("this run was finished before; a greater --total-timesteps (in PPO by a rollout) lets it go on")
         count = len(self.returns)
         score = f", mean return of the last {count} episodes {np.mean(self.returns):.1f}" if count else ""
-        print(f"{self.step:,} steps in {self.seconds:.1f} s{score}\nlog, checkpoint, configuration: {self.dir}")
+        print(f"{self.step:,} steps in {self.seconds:.1f} s{score}\nlog, checkpoint, configuration: {self.place()}")
         if self.stopped_by is not None:
             print(f"stopped by a signal; {self.hint()}", file=sys.stderr)
             sys.exit(128 + self.stopped_by)

@@ -746,6 +746,12 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def say(text: str) -> None:
+    """Print a text above the progress bar, if the terminal is still there."""
+    with contextlib.suppress(OSError):
+        tqdm.write(text, file=sys.stderr)
+
+
 def num_cores() -> int:
     """Number of CPU cores this process may use, by its affinity and its container's share; if unknown, all cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -791,8 +797,8 @@ def end_with_parent() -> None:
 def become_worker() -> None:
     """In a worker process: end soon after the parent, and leave signals to it."""
     threading.Thread(target=end_with_parent, daemon=True).start()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # programs that it starts do not inherit this, and hear `terminate`
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # for programs that it starts
 
 
@@ -807,6 +813,13 @@ def wrap(env: gym.Env) -> gym.Env:
     return env
 
 
+def refuse_floats(obs):
+    """A ValueError for floats by a space of integers, such as pixels over 255: to store them would round them off."""
+    if np.asarray(obs).dtype.kind == "f":
+        raise ValueError("observations are floats, by a space of integers: a wrapper must tell its own space")
+    return obs
+
+
 def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.Env:
     """An environment of Gymnasium (not of EnvPool), flat observations (O,)."""
     warnings.filterwarnings("ignore", ".*out of date")  # about old ids, which published results use
@@ -815,6 +828,8 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     env = wrap(gym.make(env, disable_env_checker=True, **settings))
     if not env.observation_space.is_np_flattenable:
         raise ValueError(f"observations are {env.observation_space}, of which there is no vector")
+    if isinstance(env.observation_space, gym.spaces.Box) and env.observation_space.dtype.kind in "iu":
+        env = gym.wrappers.TransformObservation(env, refuse_floats, env.observation_space)
     is_flat = isinstance(env.observation_space, gym.spaces.Box) and len(env.observation_space.shape) == 1
     return env if is_flat else gym.wrappers.FlattenObservation(env)
 
@@ -929,7 +944,7 @@ def light_start():
     Otherwise multiprocessing imports the main module in each, and with it PyTorch: 1.6 s and 230 MB instead of 0.2 s
     and 40 MB. So an empty module takes its place meanwhile. This process gets its signals when the context ends.
     """
-    os.environ["OMP_NUM_THREADS"] = "1"
+    threads, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
     resource_tracker.ensure_running()  # which unblocks signals when it starts
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
@@ -941,6 +956,8 @@ def light_start():
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        del os.environ["OMP_NUM_THREADS"]
+        os.environ |= {} if threads is None else {"OMP_NUM_THREADS": threads}
 
 
 def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
@@ -1079,7 +1096,8 @@ class Envs:
         dead = [f"{i} (exit code {p.exitcode})" for i, p in enumerate(workers) if p.exitcode]
         if dead:
             return f"environment worker {', '.join(dead)} died"
-        traceback.print_exception(error)
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            traceback.print_exception(error)
         return f"{type(error).__name__}: {error}".removesuffix(": ")
 
     def note_ends(self, infos, done: np.ndarray) -> None:
@@ -1097,7 +1115,7 @@ class Envs:
         workers = getattr(self.vector, "processes", ())
         timer = threading.Timer(6, lambda: [worker.kill() for worker in workers])  # else waits without end
         timer.start()
-        with contextlib.suppress(Exception):  # a worker may be dead or, after an error, never answer
+        with contextlib.suppress(Exception, SystemExit):  # a worker may be dead or, after an error, never answer
             self.vector.close(**{"timeout": 5} if isinstance(self.vector, gym.vector.AsyncVectorEnv) else {})
         timer.cancel()
 
@@ -1551,7 +1569,7 @@ def start_ray(args: Args):
 
 def versions() -> dict[str, str]:
     """Versions of the packages that runners and learners must agree on."""
-    names = ("torch", "numpy", "gymnasium", "envpool", "mujoco", "ray")
+    names = ("torch", "tensordict", "numpy", "gymnasium", "envpool", "mujoco", "ray")
     installed = [name for name in names if [*distributions(name=name)]]
     return {"python": sys.version.split()[0]} | {name: version(name).partition("+")[0] for name in installed}
 
@@ -1723,7 +1741,7 @@ class RayRunners(Runners):
         for index in owing:
             if now - self.since[index] > self.args.fragment_timeout and self.last_news > self.since[index]:
                 self.bury(index, TimeoutError(f"no fragment for {self.args.fragment_timeout:g} s, unlike others"))
-                references, self.deadline = list(self.in_flight), now + self.args.fragment_timeout
+                references = list(self.in_flight)
         if not ready and time.monotonic() > self.deadline:
             self.stop(f"no runner has done anything for {self.args.fragment_timeout:g} s; {len(self.alive)} are alive")
         return ready or self.ray.wait(references, num_returns=1, timeout=0.5)[0]
@@ -1790,7 +1808,7 @@ class RayRunners(Runners):
         if type(cause).__name__ == "Refused" and index in self.alive:
             self.stop(f"runner {index} ({self.places[index]}): {summary}")
         if cause is not None and summary not in self.told:  # the traceback, of each exception once
-            tqdm.write(str(error), file=sys.stderr)
+            say(str(error))
             self.told.add(summary)
         place = self.places.pop(index, f"not yet up, on {host}" if host else "not yet up")
         death = f"runner {index} ({place}) died: {summary}"
@@ -1805,8 +1823,9 @@ class RayRunners(Runners):
             number = f"--runner-restarts {self.args.runner_restarts} times --num-runners {self.args.num_runners}"
             self.stop(f"{death}; all {self.restarts} restarts are used up, {number}")
         self.restarts += 1
-        tqdm.write(f"{death}; restart {self.restarts}", file=sys.stderr)
+        say(f"{death}; restart {self.restarts}")
         self.start(index)
+        self.deadline = time.monotonic() + self.args.fragment_timeout  # for the new one to start
 
     def close(self) -> None:
         """Let runners close their environments, if they finish their fragments within five seconds; end all."""
@@ -2080,11 +2099,11 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
     return saved
 
 
-def new_folder(name: str) -> Path:
-    """Make runs/NAME__SECONDS; of several runs that start in the same second, all but one wait for the next."""
-    Path("runs").mkdir(exist_ok=True)
+def new_folder(runs: Path, name: str) -> Path:
+    """Make NAME__SECONDS in `runs`; of several runs that start in the same second, all but one wait for the next."""
+    runs.mkdir(exist_ok=True)
     while True:
-        folder = Path("runs", f"{name}__{int(time.time())}".replace("/", "_").replace(":", "_"))
+        folder = Path(runs, f"{name}__{int(time.time())}".replace("/", "_").replace(":", "_"))
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
             return folder
@@ -2149,7 +2168,7 @@ class Run:
         """Load the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
         self.args, self.checkpoint = load_checkpoint(args)
         self.device = validate(self.args)
-        self.settings = asdict(self.args)
+        self.settings, self.home = asdict(self.args), Path.cwd()  # which an environment may leave for another folder
         counters = (self.checkpoint.get(name, 0) for name in ("global_step", "iteration", "num_updates", "seconds"))
         self.step, self.iteration, self.num_updates, self.seconds = counters
         self.logged_step = self.saved_step = self.first_step = self.step
@@ -2209,16 +2228,16 @@ class Run:
         self.keep_rng()
         self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
         chosen = self.args.resume or self.args.run_dir
-        self.dir = Path(chosen or "runs")
+        self.dir = Path(self.home, chosen or "runs")
         try:
             if not chosen:
-                self.dir = new_folder(f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}")
+                self.dir = new_folder(self.dir, f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}")
             self.dir.mkdir(parents=True, exist_ok=True)
             if not self.args.resume and any(self.dir.iterdir()):
-                fail(f"the run folder {self.dir} is not empty; --resume goes on with a run")
+                fail(f"the run folder {self.place()} is not empty; --resume goes on with a run")
             self.open_files()
         except Exception as error:  # those of Weights & Biases have no other type in common
-            fail(f"can't use the run folder {self.dir}: {type(error).__name__}: {error}")
+            fail(f"can't use the run folder {self.place()}: {type(error).__name__}: {error}")
         if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
         if starts := getattr(self.args, "learning_starts", 0):
@@ -2236,10 +2255,10 @@ class Run:
         mode = "a+" if self.args.resume else "x+"  # "x": of two runs that begin here at once, one fails
         old = log.open(mode, errors="replace")  # closing any other handle of this file would end its lock
         if not lock(old):
-            fail(f"another process is training {self.dir}: end it first")
+            fail(f"another process is training {self.place()}: end it first")
         saved = self.dir / "checkpoint.pt"
         if self.args.resume and torch.load(saved, "cpu", weights_only=True, mmap=True)["global_step"] != self.step:
-            fail(f"another process has saved {self.dir} since this one read it: try again")
+            fail(f"another process has saved {self.place()} since this one read it: try again")
         git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --abbrev=40 2>/dev/null"
         commit = subprocess.getoutput(git) or None
         blob = subprocess.getoutput(f"git hash-object {shlex.quote(__file__)} 2>/dev/null") or None
@@ -2278,7 +2297,7 @@ class Run:
         log.with_suffix(".tmp").replace(log)
         self.file, self.writer = log.open("a", buffering=1), None
         if not lock(self.file):
-            fail(f"another process is training {self.dir}: end it first")
+            fail(f"another process is training {self.place()}: end it first")
         old.close()
         if self.args.track:
             import wandb
@@ -2368,9 +2387,13 @@ class Run:
             sys.exit(f"error: can't write a checkpoint: {error}; {self.hint()}")
         self.saved_step = self.step
 
+    def place(self) -> Path:
+        """The run's folder, as seen from where the run was started."""
+        return self.dir.relative_to(self.home) if self.dir.is_relative_to(self.home) else self.dir
+
     def hint(self) -> str:
         """How to go on once the run has ended."""
-        run = shlex.quote(str(self.dir))
+        run = shlex.quote(str(self.place()))
         return f"to go on from step {self.saved_step}: --resume {run}" if self.saved_step else "nothing saved yet"
 
     def goes_on(self) -> bool:
@@ -2408,7 +2431,7 @@ class Run:
             print("this run was finished before; a greater --total-timesteps (in PPO by a rollout) lets it go on")
         count = len(self.returns)
         score = f", mean return of the last {count} episodes {np.mean(self.returns):.1f}" if count else ""
-        print(f"{self.step:,} steps in {self.seconds:.1f} s{score}\nlog, checkpoint, configuration: {self.dir}")
+        print(f"{self.step:,} steps in {self.seconds:.1f} s{score}\nlog, checkpoint, configuration: {self.place()}")
         if self.stopped_by is not None:
             print(f"stopped by a signal; {self.hint()}", file=sys.stderr)
             sys.exit(128 + self.stopped_by)

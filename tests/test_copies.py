@@ -1269,6 +1269,61 @@ def test_a_frozen_layer_that_is_to_learn_later_is_refused(copy, train_copy, caps
     assert end.value.code == 2 and "frozen when their Adam was made" in capsys.readouterr().err
 
 
+def test_a_layer_that_is_frozen_in_the_loop_is_refused_by_the_twin(copy, train_copy, capsys):
+    """Compiled code would go on to change it; eager code can't take its gradient."""
+    loop = "    for iteration in range(run.iteration, num_iterations):\n"
+    later = loop, f"{loop}        agent.critic[2].requires_grad_(iteration < 1)\n"
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy("ppo_torchcompile", later), "ppo", compile=False)
+    assert end.value.code == 2 and "requires_grad` was True when this was compiled" in capsys.readouterr().err
+
+
+def test_an_object_that_holds_a_module_is_read_itself(copy, train_copy, capsys):
+    holder = SimpleNamespace(module=nn.Linear(1, 1), decay=0.5)
+    module = copy("ppo_torchcompile", (BONUS, "args.ent_coef * entropy * holder.decay"))
+    module.holder = holder
+    call = module.gae
+
+    def changing(*inputs):
+        holder.decay *= 0.9
+        return call(*inputs)
+
+    module.gae = changing
+    with pytest.raises(SystemExit) as end:
+        train_copy(module, "ppo", compile=False)
+    assert end.value.code == 2 and "`holder.decay` was 0." in capsys.readouterr().err
+
+
+def test_functions_of_one_factory_are_not_compiled_together(capsys):
+    """Their code is one object, by which compiled code is found again."""
+    script = load("ppo_torchcompile")
+    functions = [(lambda x, factor=factor: factor * x) for factor in (1, 2)]
+    with pytest.raises(SystemExit, match="2"):
+        script.compiled(torch.device("cpu"), *functions)
+    assert "would share compiled code" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile"])
+def test_critics_whose_functions_differ_are_not_stacked(capsys, name):
+    """A function is no layer, and nothing that can be compared."""
+
+    class Critic(nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.layer, self.function = nn.Linear(3, 1), function
+
+        def forward(self, obs, action):
+            return self.function(self.layer(torch.cat([obs, action], dim=1))).squeeze(1)
+
+    inputs, script = (torch.zeros(2, 2), torch.zeros(2, 1)), load(name)
+    script.check_stack(nn.ModuleList([Critic(torch.relu), Critic(torch.relu)]), nn.Linear(1, 1), *inputs)
+    with pytest.raises(SystemExit, match="2"):
+        script.check_stack(nn.ModuleList([Critic(torch.tanh), Critic(torch.cos)]), nn.Linear(1, 1), *inputs)
+    assert "they differ in more than weights" in capsys.readouterr().err
+    stack = script.Stack(script.from_modules(Critic(torch.relu), Critic(torch.relu))).eval()
+    assert not deepcopy(stack).training and deepcopy(stack.train()).training
+
+
 @pytest.mark.parametrize("module", [nn.Linear(2, 2).requires_grad_(False), nn.Tanh()])
 def test_an_adam_with_nothing_to_learn_is_refused(capsys, module):
     with pytest.raises(SystemExit, match="2"):

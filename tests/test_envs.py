@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import gymnasium as gym
 import numpy as np
@@ -363,6 +364,37 @@ def test_an_environment_that_exits_ends_the_run_with_a_checkpoint(train, tmp_pat
 
 
 @pytest.mark.slow
+def test_programs_that_an_environment_starts_hear_a_signal(make):
+    """In a worker process, which itself ignores those that are meant for the run."""
+    envs = make("tiny_envs:Starting-v0", 2, env_backend="gymnasium")
+    assert "worker processes" in envs.summary
+    np.testing.assert_array_equal(envs.reset(), -15)
+
+
+def test_the_number_of_threads_of_workers_is_not_that_of_the_run(monkeypatch):
+    for value in (None, "3"):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if value:
+            monkeypatch.setenv("OMP_NUM_THREADS", value)
+        with ENVS.light_start():
+            assert os.environ["OMP_NUM_THREADS"] == "1"
+        assert os.environ.get("OMP_NUM_THREADS") == value
+
+
+@pytest.mark.parametrize("env_id", ["tiny_envs:Scaled-v0", "tiny_envs:ScaledLine-v0"])
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_floats_by_a_space_of_integers_are_refused(make, capsys, env_id, num_envs):
+    """Which would be rounded to 0 where they are stored by their space; which is so depends on how they are stepped."""
+    with pytest.raises(SystemExit):
+        make(env_id, num_envs, env_backend="gymnasium").reset()
+    assert "observations are floats, by a space of integers" in capsys.readouterr().err
+
+
+def test_an_error_is_explained_where_no_terminal_is_left(make):
+    with mock.patch("traceback.print_exception", side_effect=BrokenPipeError):
+        assert make("CartPole-v1", 1).explain(ValueError("this")) == "ValueError: this"
+
+
 def test_workers_that_do_not_end_are_killed(train):
     start = time.monotonic()
     run = train("ppo", env_id="tiny_envs:Odd-v0", env_kwargs='{"what": "close"}', num_envs=3, num_minibatches=1)

@@ -217,6 +217,23 @@ def test_signal_ends_the_run_with_a_checkpoint_of_that_moment(train, monkeypatch
         assert 203 <= run.lines[-1]["global_step"] < 203 + between_updates
 
 
+@pytest.mark.parametrize("run_dir", ["run", None])
+def test_an_environment_that_goes_to_another_folder_does_not_take_the_run_along(run_dir, tmp_path, monkeypatch, capsys):
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    home.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.chdir(home)
+    settings = {"env_id": "tiny_envs:Leaving-v0", "env_kwargs": json.dumps({"folder": str(elsewhere)})}
+    small = helpers.settings_of("ppo", settings | {"num_envs": 1, "run_dir": run_dir, "tensorboard": False})
+    run = helpers.call("ppo", device="cpu", **small)
+    monkeypatch.chdir(home)
+    place = run.run_dir.relative_to(home)
+    assert not [*elsewhere.iterdir()] and f"configuration: {place}\n" in capsys.readouterr().out
+    helpers.call("ppo", resume=str(place), total_timesteps=2 * run.checkpoint["args"]["total_timesteps"])
+    assert not [*elsewhere.iterdir()]
+    assert {path.name for path in run.run_dir.iterdir()} == {"config.json", "metrics.jsonl", "checkpoint.pt"}
+
+
 @each_kind
 def test_a_second_signal_kills(train, monkeypatch, name):
     """The first one has the run end by itself; after it the default action is back, for a run that hangs."""

@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -299,6 +300,40 @@ class Closing(Fragile):
             file.write("closed\n")
 
 
+class Starting(Reach):
+    """Starts a program at each reset, asks it to end, and shows by which signal it did."""
+
+    def start(self):
+        program = subprocess.Popen(["sleep", "60"])
+        program.terminate()
+        super().start()
+        return np.full(3, program.wait(timeout=10), dtype=np.float32)
+
+
+class Leaving(Reach):
+    """Goes to another folder whenever it can."""
+
+    def __init__(self, action_space: gym.Space, folder: str):
+        super().__init__(action_space)
+        self.folder = folder
+        os.chdir(folder)
+
+    def start(self):
+        os.chdir(self.folder)
+        return super().start()
+
+
+class Scaled(Shaped):
+    """Pixels between 0 and 1, by a space of bytes."""
+
+    def observe(self):
+        return super().observe() / 255
+
+
+gym.register("Starting-v0", Starting, kwargs={"action_space": PUSH})
+gym.register("Leaving-v0", Leaving, kwargs={"action_space": CHOICE})
+gym.register("Scaled-v0", Scaled, kwargs={"observation_space": Box(0, 255, (4, 4), np.uint8)})
+gym.register("ScaledLine-v0", Scaled, kwargs={"observation_space": Box(0, 255, (4,), np.uint8)})
 gym.register("Closing-v0", Closing)
 gym.register("Fragile-v0", Fragile)
 gym.register("Odd-v0", Odd)

@@ -25,7 +25,7 @@ class Envs:
         """Start an episode in each environment -> observation (N, O)."""
         obs, _ = self.vector.reset(seed=self.seeds)
         self.seeds = [None] * self.num_envs  # a second reset begins other episodes
-        self.last_obs = obs.reshape(self.num_envs, -1)
+        self.last_obs = obs.reshape(self.num_envs, self.obs_dim)
         check_finite(self.last_obs, np.zeros(1), np.zeros(self.num_envs, dtype=bool))
         return self.last_obs
 
@@ -33,7 +33,7 @@ class Envs:
         """Step each environment: action -> observation (N, O), reward (N,), terminated (N,), truncated (N,)."""
         action = action.reshape(self.num_envs, *self.action_space.shape)
         obs, reward, terminated, truncated, _ = self.vector.step(action)
-        obs = obs.reshape(self.num_envs, -1)
+        obs = obs.reshape(self.num_envs, self.obs_dim)
         check_finite(obs, reward, terminated, self.last_obs)  # not 0: a normalization may count it
         self.last_obs = obs
         return obs, reward, terminated, truncated
@@ -66,7 +66,7 @@ class Run:
         """Open the run's folder; the parts of `state` are what a checkpoint holds."""
         self.envs, self.state = envs, state
         name = f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}"
-        self.dir = Path(self.args.run_dir) if self.args.run_dir else new_folder(name)
+        self.dir = Path(self.args.run_dir) if self.args.run_dir else new_folder(Path("runs"), name)
         self.dir.mkdir(parents=True, exist_ok=True)
         if any(self.dir.iterdir()):
             fail(f"the run folder {self.dir} is not empty")
