@@ -811,6 +811,7 @@ def check_stack(critics: nn.ModuleList, actor: nn.Module, *inputs: Tensor) -> No
         try:
             call(parameters | buffers, inputs)
             alone.eval()  # without dropout, each must be what it is alone
+            parameters, buffers = stack_module_state([*critics])  # BatchNorm has changed the first ones
             inputs = tuple(torch.arange(x.numel(), device=x.device).view_as(x).cos() for x in inputs)
             values = torch.stack([deepcopy(net).eval()(*inputs) for net in critics])
             if (call(parameters | buffers, inputs) - values).abs().max() > 0.02 * values.abs().max():

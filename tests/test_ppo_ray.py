@@ -412,6 +412,7 @@ def test_each_minibatch_is_a_step_down_its_loss(settings):
             for version in range(2):
                 now["fragment"] = runner.sample(version, script.get_weights(agent), *NOTHING)[1]
                 now["old"] = naive_estimate(args, agent, now["fragment"])
+                optimizer.num_rollouts.fill_(version)
                 losses = learn([now["fragment"]])
                 assert not now["indices"] and losses[script.METRICS.index("losses/clipfrac")] > 0.1
     assert len(set(orders)) == 6

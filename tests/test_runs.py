@@ -711,7 +711,7 @@ def test_runs_that_start_at_the_same_time_have_folders_of_their_own(monkeypatch,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.time", lambda: next(seconds))
     monkeypatch.setattr("time.sleep", lambda _: None)
-    found = [load("ppo").new_folder("A/B-v0__ppo__1") for _ in range(2)]
+    found = [load("ppo").new_folder(Path("runs"), "A/B-v0__ppo__1") for _ in range(2)]
     assert [str(folder) for folder in found] == ["runs/A_B-v0__ppo__1__1", "runs/A_B-v0__ppo__1__2"]
 
 
