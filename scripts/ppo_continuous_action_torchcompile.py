@@ -755,6 +755,8 @@ def check_equal(names: list[str], first: list, now: list) -> None:
             advice += "; to Ray's runners, send it by `publish`" * ("ray" in sys.modules)
             if name.endswith("training"):
                 advice = "a copy of the module, by deepcopy, can be in the other mode all the time"
+            if name.endswith("requires_grad"):
+                advice = "freeze it before its Adam is made, for the whole run"
             if old == "unset":
                 advice = "it must have a value from the first call on"
             if name.startswith(("the length of", "the entries of")):
