@@ -36,6 +36,7 @@ SETTINGS = {
 }  # fmt: skip
 NAMES = {"LIMITS", "CHANGEABLE"}
 METHODS = {"ReplayBuffer": {"state_dict", "load_state_dict", "additions"}, "Adam": {"load_state_dict"}}
+KEPT = {"is_due"}  # methods of the script's own `Run` that the small one has, too
 # What else a small copy says in another way, or not at all: patterns and their replacements
 EDITS = {
     r' "envpool==[^"]*",|, "tensorboard==[^"]*"': "",
@@ -114,6 +115,14 @@ def without(text: str, nodes: list[ast.stmt]) -> str:
     return "\n".join(line for i, line in enumerate(lines) if i not in gone) + "\n"
 
 
+def methods_of(text: str, kind: str, names: set[str]) -> str:
+    """The text of some methods of a class, to be appended to that of another class."""
+    lines, tree = text.splitlines(), ast.parse(text)
+    body = next(node for node in tree.body if getattr(node, "name", "") == kind).body
+    methods = [node for node in body if getattr(node, "name", "") in names]
+    return "".join("\n" + "\n".join(lines[x.lineno - 1 : x.end_lineno]) + "\n" for x in methods)
+
+
 def needed(parts: list[Part], used: set[str]) -> list[Part]:
     """Those parts whose names are used, also by other such parts; parts without a name always are."""
     used = used.union(*(part.uses for part in parts if not part.name))
@@ -163,6 +172,7 @@ def shortened(text: str, note: str) -> str:
     story = story.replace('\n"""\n', f'\n\n{note}\n"""\n', 1)
 
     own = SMALL.read_text().partition("noqa: F821\n")[2]
+    own += methods_of(plumbing, "Run", KEPT)
     own = own if "run.num_updates" in story else own.replace("self.num_updates = ", "")
     replaced, (*parts, main) = {part.name for part in parts_of(own)}, parts_of(plumbing)
     parts = [part for part in parts if part.name not in replaced]

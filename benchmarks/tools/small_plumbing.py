@@ -1,6 +1,7 @@
 """What `./run.sh copy --small` puts in the place of a script's own classes `Envs` and `Run`.
 
-All other names are those of the script: this module is text, and can't be imported.
+All other names, and the methods of `KEPT` in copy.py, are those of the script: this module is text, and can't be
+imported.
 """
 # ruff: noqa: F821
 
@@ -108,12 +109,6 @@ class Run:
 
     def goes_on(self) -> bool:
         return self.step < self.args.total_timesteps
-
-    def is_due(self) -> bool:
-        """Whether to log now: a log line or a checkpoint, which comes with a log line, is due, or the run ends."""
-        intervals = (self.args.log_every, self.checkpoint_every)
-        is_due = not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
-        return is_due and self.step > self.logged_step  # not twice for a step, as rows of resets do not count
 
     def close(self) -> Path:
         """Save, and say how it went; returns the run's folder."""
