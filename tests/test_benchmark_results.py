@@ -79,7 +79,7 @@ def test_a_result_of_which_a_part_failed_is_incomplete_and_says_so():
     for bad in ({"failed": ["exit code 1"]}, {"whole": {"failed": "exit code 1"}}):
         assert not throughput.is_whole({"eager": good, "compile": good | bad})
     assert throughput.is_whole({"eager": good, "compile": good | {"whole": {"seconds": 1.0, "steps": 5}}})
-    parts = {"microseconds_per_step": dict.fromkeys((*SECTIONS, "rest"), 1.0)}
+    parts = {"microseconds_per_step": dict.fromkeys(SECTIONS, 1.0)}
     shared = {"script": "ppo", "env_id": "CartPole-v1", "flags": "", "rounds": 5, "window_seconds": 2.0, "ratios": []}
     shared |= {"break_even_steps": {}, "published": None, "differences": {}, "provenance": provenance()}
     shared["contestants"] = {"eager": good, "compile": good | {"failed": ["exit code 1"]}}

@@ -54,9 +54,19 @@ def test_break_even():
 def test_section_times():
     lines = log(*[100] * 20)
     for line in lines:
-        line |= {"profile/env": 0.2, "profile/policy": 0.1, "profile/learn": 0.5}
+        line |= {"profile/env": 0.2, "profile/policy": 0.1, "profile/learn": 0.5, "profile/rest": 0.2}
     times = steady.section_times(lines, ceilings.SECTIONS)
     assert times == pytest.approx({"env": 0.002, "policy": 0.001, "learn": 0.005, "rest": 0.002})
+
+
+def test_section_times_make_up_the_time_of_the_log():
+    """Though by the sampler's clock the time before the first of these lines, 0.7 s, was theirs."""
+    lines = log(*[100] * 20)
+    for line in lines:
+        line |= {"profile/env": 0.2, "profile/policy": 0.3, "profile/learn": 0.5, "profile/rest": 0.0}
+    lines[-1]["profile/learn"] += 0.7
+    times = steady.section_times(lines, ceilings.SECTIONS)
+    assert sum(times.values()) == pytest.approx(0.01) and min(times.values()) == 0
 
 
 def test_burn_in_ends_after_the_last_of_several_late_compilations():

@@ -51,7 +51,8 @@ def test_throughput_from_end_to_end(tmp_path):
         assert own["peak_memory_mb"] > 50 and own["cores_used"] > 0.1
         parts = result["ceilings"]["variants"][name]
         times = parts["microseconds_per_step"]
-        assert all(times[section] > 0 for section in (*ceilings.SECTIONS, "rest"))
+        assert list(times) == [*ceilings.SECTIONS]
+        assert min(times["env"], times["learn"]) > 0 and min(times.values()) >= 0  # of some hundred samples
         # Two processes that learn at different times: the same unit is all that so short a run can show
         assert 1 / 10 < 1e6 / sum(times.values()) / own["steps_per_second"] < 10
     (ratio,) = result["ratios"]
@@ -211,7 +212,7 @@ def test_each_place_of_the_loop_is_of_its_section(toy):
 def test_a_sampler_that_broke_is_missed(toy):
     """In silence it would leave zeros in the log, and all time to the rest."""
     sampler = ceilings.Sampler(toy)
-    assert sampler.take() == dict.fromkeys(("profile/env", "profile/policy", "profile/learn"), 0)
+    assert sampler.take() == {f"profile/{section}": 0 for section in ("env", "policy", "learn", "rest")}
     sampler.thread = threading.Thread(target=int)
     sampler.thread.start()
     sampler.thread.join()
@@ -255,7 +256,7 @@ def test_the_sampler_sees_where_the_time_goes(toy):
     thread.start()
     thread.join()
     sys.setswitchinterval(interval)
-    seconds = {name: sum(line[f"profile/{name}"] for line in lines) for name in ceilings.SECTIONS}
+    seconds = {name: sum(line[f"profile/{name}"] for line in lines) for name in ("env", "policy", "learn")}
     assert len(lines) == 80 and seconds["env"] + seconds["policy"] + seconds["learn"] > 0.5
     total = sum(toy.taken.values())
     for name, value in seconds.items():
@@ -270,7 +271,8 @@ def test_the_sampler_sees_a_pool_of_workers(tmp_path):
     done = benchmark("throughput.ceilings", "sections", SCRIPTS / "ppo_env_pool.py", *flags)
     assert done.returncode == 0, done.stderr
     lines, _ = runs.read_lines(tmp_path / "metrics.jsonl")
-    assert len(lines) > 8 and all(sum(line[f"profile/{part}"] for line in lines) > 0 for part in ceilings.SECTIONS)
+    assert len(lines) > 8
+    assert all(sum(line[f"profile/{part}"] for line in lines) > 0 for part in ("env", "policy", "learn"))
 
 
 @pytest.mark.slow

@@ -50,11 +50,15 @@ def windows(lines: list[dict], length: float = WINDOW) -> np.ndarray:
 
 
 def section_times(lines: list[dict], sections: tuple[str, ...]) -> dict[str, float]:
-    """Seconds per step in each section that `ceilings` samples, and in the rest of the loop, after the burn-in."""
+    """Seconds per step in each section that `ceilings` samples, after the burn-in.
+
+    The time by the log's clock is divided as the samples are: by the sampler's clock a line may get some of its
+    neighbour's time, and what a difference of the two left for the last section could be less than nothing.
+    """
     begin, rest = lines[burn_in(lines)], lines[burn_in(lines) + 1 :]
-    steps = lines[-1]["global_step"] - begin["global_step"]
-    times = {section: sum(line[f"profile/{section}"] for line in rest) / steps for section in sections}
-    return times | {"rest": (lines[-1]["seconds"] - begin["seconds"]) / steps - sum(times.values())}
+    time_per_step = (lines[-1]["seconds"] - begin["seconds"]) / (lines[-1]["global_step"] - begin["global_step"])
+    sampled = {section: sum(line[f"profile/{section}"] for line in rest) for section in sections}
+    return {section: time_per_step * value / sum(sampled.values()) for section, value in sampled.items()}
 
 
 def break_even(start: float, speed: float, other_start: float, other_speed: float) -> float | None:

@@ -9,10 +9,11 @@
 
 - `profile/env`: in a method of the script's `Envs` or `Pool`, under whichever heading it is called;
 - `profile/policy`: otherwise, under the heading `Act`, `Step the environment` or `Collect`;
-- `profile/learn`: otherwise, under `Estimate advantages` or `Learn`.
+- `profile/learn`: otherwise, under `Estimate advantages` or `Learn`;
+- `profile/rest`: in the log, checkpoints, and the head of the loop.
 
-The rest is the log, checkpoints, and the head of the loop. On CUDA a kernel keeps running after the call that launched
-it, so its time appears where the loop waits for it. The speed of a script is never taken from such a run.
+On CUDA a kernel keeps running after the call that launched it, so its time appears where the loop waits for it. The
+speed of a script is never taken from such a run.
 """
 
 import bisect
@@ -34,7 +35,7 @@ import tyro
 from benchmarks.common import processes
 from benchmarks.common.programs import check_known, environment_class, fail, load_script, make_envs
 
-SECTIONS = ("env", "policy", "learn")
+SECTIONS = ("env", "policy", "learn", "rest")
 SECTION_OF = {
     "Act": "policy", "Step the environment": "policy", "Collect": "policy", "Estimate advantages": "learn",
     "Learn": "learn", "Log": "rest",
@@ -65,7 +66,7 @@ class Sampler:
         methods = [x for x in vars(environment_class(module)).values() if inspect.isfunction(x)]
         self.train, self.envs = module.train.__code__, {method.__code__ for method in methods}
         self.starts, self.sections = headings(module.train)
-        self.seconds, self.watched = dict.fromkeys((*SECTIONS, "rest"), 0.0), threading.current_thread()
+        self.seconds, self.watched = dict.fromkeys(SECTIONS, 0.0), threading.current_thread()
         self.thread = threading.Thread(target=self.run, daemon=True)
 
     def run(self) -> None:

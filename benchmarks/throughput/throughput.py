@@ -337,10 +337,10 @@ def contestant_cells(result: dict, name: str) -> list[str]:
 def ceiling_cells(result: dict, name: str) -> list[str]:
     """A row of the table of ceilings."""
     if "failed" in result["ceilings"]["variants"][name]:
-        return [name, "failed", *["-"] * (len(SECTIONS) + 2)]
+        return [name, "failed", *["-"] * (len(SECTIONS) + 1)]
     times = result["ceilings"]["variants"][name]["microseconds_per_step"]
     alone, own = result["ceilings"]["env_only_steps_per_second"], result["contestants"][name].get("steps_per_second")
-    shown = [f"{1e6 / alone:.1f}", *(f"{times[section]:.1f}" for section in (*SECTIONS, "rest"))]
+    shown = [f"{1e6 / alone:.1f}", *(f"{times[section]:.1f}" for section in SECTIONS)]
     return [name, *shown, f"{own / alone:.0%}" if own else "-"]
 
 
