@@ -762,7 +762,7 @@ def tensors_only(function):
             return function(*inputs)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason, *lines = str(error).replace("raised:\n", "raised: ").splitlines()
-            handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+            handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
             asked = [signum for signum, handler in handlers.items() if handler == signal.SIG_DFL]  # by `on_signal`
             has_begun = handlers[signal.SIGINT] not in (signal.default_int_handler, signal.SIG_IGN)  # as in a runner
             if "CppCompileError" in reason and asked and has_begun:
@@ -968,9 +968,10 @@ def end_with_parent() -> None:
 def become_worker() -> None:
     """In a worker process: end soon after the parent, and leave signals to it."""
     threading.Thread(target=end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None)  # programs that it starts do not inherit this, and hear `terminate`
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # for programs that it starts
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())  # for programs that it starts
 
 
 def show_warning(text: str) -> None:
@@ -1118,7 +1119,7 @@ def light_start():
     threads, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
     resource_tracker.ensure_running()  # which unblocks signals when it starts
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)  # workers inherit this, and `become_worker` ignores them
     try:
         yield
@@ -1673,7 +1674,8 @@ class RemoteRunner:
     """A runner in a Ray process. If an environment breaks, `sample` raises an exception."""
 
     def __init__(self, args: Args, seeds: list[int], spec: gym.envs.registration.EnvSpec | None):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the learner's
+        for signum in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_IGN)  # Ctrl-C is the learner's, and the terminal
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # dies, and is replaced; Ray's handler raises SystemExit
         torch.set_num_threads(max(1, int(args.cpus_per_runner)))
         if spec is not None:
@@ -2100,7 +2102,7 @@ def check_owners(state: dict) -> None:
 class Run:
     """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
 
-    The first SIGINT or SIGTERM sets `stopped_by`, and the loop should end. A second one of the same kind kills.
+    The first SIGINT, SIGTERM or SIGHUP sets `stopped_by`, and the loop should end. A second one of its kind kills.
     """
 
     def __init__(self, args: Args):
@@ -2165,7 +2167,10 @@ class Run:
             self.restore()
         self.first_rates = self.rates()
         self.keep_rng()
-        self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
+        self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
+        signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+        signals -= {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # by `nohup`
+        self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in signals}
         chosen = self.args.resume or self.args.run_dir
         self.dir = Path(self.home, chosen or "runs")
         try:
@@ -2251,6 +2256,8 @@ class Run:
     def on_signal(self, signum: int, _frame) -> None:
         self.stopped_by = signum
         signal.signal(signum, signal.SIG_DFL)
+        for stream in self.terminals if signum == signal.SIGHUP else ():  # has gone: to write to it is an error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
     def keep_rng(self) -> None:
         """Record the random state for the next checkpoint: numbers of an interrupted rollout will be drawn again."""

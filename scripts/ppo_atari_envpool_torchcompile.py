@@ -713,7 +713,7 @@ def tensors_only(function):
             return function(*inputs)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason, *lines = str(error).replace("raised:\n", "raised: ").splitlines()
-            handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+            handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
             asked = [signum for signum, handler in handlers.items() if handler == signal.SIG_DFL]  # by `on_signal`
             has_begun = handlers[signal.SIGINT] not in (signal.default_int_handler, signal.SIG_IGN)  # as in a runner
             if "CppCompileError" in reason and asked and has_begun:
@@ -1122,7 +1122,7 @@ def check_owners(state: dict) -> None:
 class Run:
     """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
 
-    The first SIGINT or SIGTERM sets `stopped_by`, and the loop should end. A second one of the same kind kills.
+    The first SIGINT, SIGTERM or SIGHUP sets `stopped_by`, and the loop should end. A second one of its kind kills.
     """
 
     def __init__(self, args: Args):
@@ -1187,7 +1187,10 @@ class Run:
             self.restore()
         self.first_rates = self.rates()
         self.keep_rng()
-        self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
+        self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
+        signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+        signals -= {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # by `nohup`
+        self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in signals}
         chosen = self.args.resume or self.args.run_dir
         self.dir = Path(self.home, chosen or "runs")
         try:
@@ -1273,6 +1276,8 @@ class Run:
     def on_signal(self, signum: int, _frame) -> None:
         self.stopped_by = signum
         signal.signal(signum, signal.SIG_DFL)
+        for stream in self.terminals if signum == signal.SIGHUP else ():  # has gone: to write to it is an error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
     def keep_rng(self) -> None:
         """Record the random state for the next checkpoint: numbers of an interrupted rollout will be drawn again."""

@@ -737,7 +737,7 @@ def light_start():
     threads, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
     resource_tracker.ensure_running()  # which unblocks signals when it starts
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)  # workers inherit this, and `become_worker` ignores them
     try:
         yield
@@ -777,9 +777,10 @@ def end_with_parent() -> None:
 def become_worker() -> None:
     """In a worker process: end soon after the parent, and leave signals to it."""
     threading.Thread(target=end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None)  # programs that it starts do not inherit this, and hear `terminate`
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # for programs that it starts
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())  # for programs that it starts
 
 
 def check_shape(obs, rows: np.ndarray) -> None:
@@ -1281,7 +1282,7 @@ def check_owners(state: dict) -> None:
 class Run:
     """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
 
-    The first SIGINT or SIGTERM sets `stopped_by`, and the loop should end. A second one of the same kind kills.
+    The first SIGINT, SIGTERM or SIGHUP sets `stopped_by`, and the loop should end. A second one of its kind kills.
     """
 
     def __init__(self, args: Args):
@@ -1346,7 +1347,10 @@ class Run:
             self.restore()
         self.first_rates = self.rates()
         self.keep_rng()
-        self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
+        self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
+        signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+        signals -= {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # by `nohup`
+        self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in signals}
         chosen = self.args.resume or self.args.run_dir
         self.dir = Path(self.home, chosen or "runs")
         try:
@@ -1432,6 +1436,8 @@ class Run:
     def on_signal(self, signum: int, _frame) -> None:
         self.stopped_by = signum
         signal.signal(signum, signal.SIG_DFL)
+        for stream in self.terminals if signum == signal.SIGHUP else ():  # has gone: to write to it is an error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
     def keep_rng(self) -> None:
         """Record the random state for the next checkpoint: numbers of an interrupted rollout will be drawn again."""

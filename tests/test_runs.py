@@ -1,5 +1,6 @@
 """A run as its user sees it: its folder, the same numbers again, stopping and going on, and what is refused."""
 
+import contextlib
 import importlib
 import json
 import math
@@ -350,6 +351,35 @@ def test_ctrl_c_reaches_a_run_with_worker_processes(tmp_path):
     assert "Traceback" not in errors
     run = helpers.outcome(tmp_path / "run")
     assert run.checkpoint["global_step"] == run.steps()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", ["", "nohup"])
+def test_a_terminal_that_closes_ends_a_run_as_ctrl_c_does(tmp_path, before):
+    """All its processes get SIGHUP, and to write to it is an error. With nohup the run goes on."""
+    (terminal, line), log = os.openpty(), tmp_path / "run/metrics.jsonl"
+    name = os.ttyname(line)
+    words = helpers.flags("ppo_continuous_action", num_envs=2, total_timesteps=20_000, run_dir="run")
+    script = helpers.ROOT / "scripts/ppo_continuous_action.py"
+    opens = f'exec {before} "$0" "$@" <{name} >{name} 2>&1'  # the first of a session that opens a terminal owns it
+    with mock.patch.dict(os.environ, PYTHONPATH=str(helpers.TESTS)):
+        command = ["sh", "-c", opens, sys.executable, script, *words]
+        process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True)
+    helpers.STARTED.append(process)
+    os.set_blocking(terminal, False)
+
+    def has_begun() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            os.read(terminal, 2**16)  # else it would fill, and the run would wait
+        return log.exists() and log.stat().st_size > 0
+
+    helpers.wait_until(has_begun, 240)
+    os.close(line)
+    os.close(terminal)
+    assert process.wait(60) == (0 if before else 128 + signal.SIGHUP)
+    run = helpers.outcome(tmp_path / "run")
+    assert run.checkpoint["global_step"] == run.steps()[-1]
+    assert (run.steps()[-1] > 15_000) == bool(before)  # steps that reset do not count
 
 
 # The policy of a checkpoint
