@@ -39,6 +39,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import OrderedDict, deque
 from copy import deepcopy
@@ -1127,6 +1128,8 @@ class Run:
 
     def __init__(self, args: Args):
         """Load the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
+        if threading.current_thread() is not threading.main_thread():
+            fail("`train` needs the main thread, which gets signals: start a process for each run")
         self.args, self.checkpoint = load_checkpoint(args)
         self.device = validate(self.args)
         self.settings, self.home = asdict(self.args), Path.cwd()  # which an environment may leave for another folder

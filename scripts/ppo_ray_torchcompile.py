@@ -2474,6 +2474,8 @@ class Run:
 
     def __init__(self, args: Args):
         """Load the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
+        if threading.current_thread() is not threading.main_thread():
+            fail("`train` needs the main thread, which gets signals: start a process for each run")
         self.args, self.checkpoint = load_checkpoint(args)
         self.device = validate(self.args)
         self.settings, self.home = asdict(self.args), Path.cwd()  # which an environment may leave for another folder

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -447,6 +448,23 @@ def test_infos_that_do_not_fit_together_do_not_end_the_run(train, num_envs):
 
 
 # What is refused
+
+
+@each_kind
+def test_training_in_a_thread_is_refused(capsys, name):
+    """As by a library that calls functions in threads; signals could not be heard."""
+    ends = []
+
+    def target() -> None:
+        try:
+            load(name).train(load(name).Args(**helpers.small_settings(name)))
+        except SystemExit as end:
+            ends.append(end.code)
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+    assert ends == [2] and "needs the main thread" in capsys.readouterr().err
 
 
 def error_of(output: str) -> str:
