@@ -18,7 +18,8 @@ Shapes: N = num_envs, B = batch_size, O = size of an observation, A = number of 
 
 Settings are those of CleanRL's script of the same name. Departures from it: an environment resets in the step after an
 episode's end, and this row is neither stored nor counted; there is one update for every `train_frequency` steps
-that count, those of all environments together.
+that count, those of all environments together; each environment draws on its own whether to explore. Departures from
+the paper, in both: vectors instead of frames, and so a small network; Adam; a TD error that is not clipped.
 
 Reading order: settings, networks, formulas, then `train`, the algorithm. Below the `# ----` line is only plumbing.
 """
@@ -184,7 +185,7 @@ def train(args: Args) -> Path:
     buffers = {"buffer": buffer} if args.save_replay else {}
     run.open(envs, network=network, target_network=target_network, optimizer=optimizer, **buffers)
     collector.load_state_dict(network.state_dict())  # the weights as loaded
-    run.num_updates = run.step // args.train_frequency  # as saved, unless --override changed the frequency
+    run.num_updates = run.step // args.train_frequency  # counted again, as --override may have changed the frequency
     losses, updates_per_move = None, args.target_network_frequency // args.train_frequency
     episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
     obs, done = envs.reset(), np.zeros(args.num_envs, dtype=bool)
@@ -220,7 +221,7 @@ def train(args: Args) -> Path:
             run.num_updates += 1
             if run.step > first_update:
                 losses = update()
-            if run.num_updates % updates_per_move == 0:  # by default every 50th: not worth a place in `update`
+            if run.num_updates % updates_per_move == 0:  # by default every 50th, so it is not compiled with `update`
                 layer_buffers = zip(target_network.buffers(), network.buffers(), strict=True)
                 move_towards(list(target_network.parameters()), list(network.parameters()), args.tau, layer_buffers)
         if collector is not network:
@@ -231,7 +232,7 @@ def train(args: Args) -> Path:
             # Fail if the policy that acts and the one that learns differ: a change of yours may have reached only one
             rows = obs.astype(np.float32)
             check_same(q_values(rows), outputs_of(network, torch.from_numpy(rows).to(device)), rows)
-            metrics = {} if losses is None else dict(zip(METRICS, losses.tolist(), strict=True))
+            metrics = {} if losses is None else named(METRICS, losses)
             run.log({**metrics, "charts/epsilon": epsilon})
     return run.close()
 
@@ -244,7 +245,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return lambda obs: envs.action_space.start + q_values(obs).argmax(1)
 
 
-# ---- Plumbing: no part of the algorithm, and nearly all the same text in every script that has it -----------------
+# ---- Plumbing: what the algorithm is built on, nearly all the same text in every script that has it ---------------
 
 
 def free_memory(device: torch.device) -> float:
@@ -379,13 +380,13 @@ def copy_to_cpu(module: nn.Module, copy: nn.Module) -> None:
 class Adam(nn.Module):
     """Adam (Kingma & Ba 2015, algorithm 1): PyTorch's fused kernel, without the bookkeeping of torch.optim around it.
 
-    For small networks that bookkeeping takes longer than the kernel. torch.compile can trace neither, so compiled code
-    uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
-    the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
-    Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` and the optimizers of torch.optim would do
-    nothing: `clip` them before. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`.
-    To reset it, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers` (of the formula) with 1.
-    Weights that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
+    For small networks that bookkeeping takes longer than the kernel. Compiled code, which can use neither, takes the
+    formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state, the
+    learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value. Gradients
+    are handed to `step` and not kept in `.grad`: use `clip`, as `clip_grad_norm_` would do nothing, nor would an
+    optimizer of torch.optim. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`. To
+    reset it, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers` (of the formula) with 1. Weights
+    that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -436,16 +437,6 @@ class Adam(nn.Module):
         self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would recompute a power every few weights
         (self.by_formula if torch.compiler.is_compiling() else self.by_kernel)(gradients, *self.betas)
 
-    def by_formula(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
-        """A step in compiled code. If you change this, change `by_kernel`, too."""
-        gradient = torch.cat([g.reshape(-1) for g in gradients])
-        self.exp_avg.lerp_(gradient, 1 - beta1)
-        self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
-        scale = (self.exp_avg_sq / (1 - self.beta_powers[1])).sqrt() + self.eps
-        change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta_powers[0]))
-        parts = zip(change.split(self.sizes), self.weights, strict=True)
-        torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
-
     def by_kernel(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
         """A step in eager code. If you change this, change `by_formula`, too."""
         # The kernel reads memory in order, so each gradient must have the same memory layout as its weight
@@ -454,8 +445,18 @@ class Adam(nn.Module):
         torch._fused_adam_(
             self.weights, gradients, self.exp_avgs, self.exp_avg_sqs, [], [self.steps] * len(gradients),
             lr=self.learning_rate, beta1=beta1, beta2=beta2, eps=self.eps,
-            weight_decay=0, amsgrad=False, maximize=False,
+            weight_decay=0, amsgrad=False, maximize=False,  # a decay would be Adam's, L2, and not AdamW's
         )  # fmt: skip
+
+    def by_formula(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
+        """A step in compiled code, and in no other. If you change this, change `by_kernel`, too."""
+        gradient = torch.cat([g.reshape(-1) for g in gradients])
+        self.exp_avg.lerp_(gradient, 1 - beta1)
+        self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
+        scale = (self.exp_avg_sq / (1 - self.beta_powers[1])).sqrt() + self.eps
+        change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta_powers[0]))
+        parts = zip(change.split(self.sizes), self.weights, strict=True)
+        torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
 
 
 def compiled(device: torch.device, *functions, **more_options):
@@ -693,7 +694,9 @@ def tensors_only(function):
             own = [i for i in places if not lines[i].partition('"')[2].startswith(LIBRARIES)] or places
             place = [": ".join(map(str.strip, lines[i : i + 2])) for i in own[-1:]]
             cause = [line.partition("): got ")[2] for line in lines if "): got " in line][:1]
-            fail(f"this can't be compiled: {'; '.join([reason, *cause, *place])}; --no-compile does without")
+            hints = ["use `Adam` instead of an optimizer of torch.optim"] * ("`Optimizer." in str(error))
+            hints += ["--no-compile does without"]
+            fail(f"this can't be compiled: {'; '.join([reason, *cause, *place, *hints])}")
 
     checked.__wrapped__, checked.__name__ = function, getattr(function, "__name__", "a compiled function")
     return checked
@@ -771,9 +774,9 @@ def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> N
     largest = np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)
     scale = 1 + largest + 0.01 * np.abs(obs).max(axis=1)  # of each row; large observations are rounded, too
     if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
-        hint = "`forward` is random or looks at a whole batch, as Dropout does, or actions have another `log_prob`"
-        hint = f"`numpy_mlp` leaves out a part of `forward`, such as a number that has changed, or {hint}"
-        fail(f"the policy that acts differs from the one that learns: {hint}")
+        hint = "`numpy_mlp` leaves out a part of `forward`, such as a number that has changed; `forward` is random, as "
+        hint += "with Dropout, looks at a whole batch, or changes its buffers, as with `spectral_norm`; or actions have"
+        fail(f"the policy that acts differs from the one that learns: {hint} another `log_prob`")
 
 
 @torch.no_grad()
@@ -808,8 +811,10 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
             fail(f"{shapes}: does `forward` compute more?")
         check_same(acted, learnt, obs)
     except (ValueError, IndexError) as error:  # such as BatchNorm's for a single row
-        hint = " (at random observations; if it never sees such ones, leave `check_policy` out)"
-        fail(f"the policy can't act: {error}{hint * isinstance(error, IndexError)}")
+        hint = "; does `forward` do more than the layers that `numpy_mlp` has?"
+        if isinstance(error, IndexError):
+            hint = " (at random observations; if it never sees such ones, leave `check_policy` out)"
+        fail(f"the policy can't act: {error}{hint}")
     finally:
         torch._foreach_copy_(state, first)
         for part, attributes in zip(parts, kept, strict=True):
@@ -821,6 +826,13 @@ def fail(message: str) -> NoReturn:
     """Report invalid input in one line and end with exit code 2."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def named(names: tuple[str, ...], values: Tensor) -> dict[str, float]:
+    """Metrics by name, one for each value."""
+    if len(names) != len(values):
+        fail(f"an update gives {len(values)} metrics, but METRICS makes {len(names)} names of them")
+    return dict(zip(names, values.tolist(), strict=True))
 
 
 def num_cores() -> int:
@@ -1098,8 +1110,8 @@ def without(settings: dict, names: set[str]) -> dict:
 class Envs:
     """N environments side by side: flat observations (N, O); actions (N, A), or (N,) where they are discrete.
 
-    Autoreset happens one step late, whatever the backend: the observation at an episode's end is its true last one; the
-    next step ignores its action, resets that environment and returns reward 0. This row does not count as a step.
+    Next-step autoreset, whatever the backend: the observation at an episode's end is its true last one; the next step
+    ignores its action, resets that environment and returns reward 0. This row does not count as a step.
     """
 
     def __init__(self, args: Args, seeds: list[int]):
@@ -1621,7 +1633,7 @@ class Run:
         return self.step < self.args.total_timesteps and self.stopped_by is None
 
     def is_due(self) -> bool:
-        """Whether to log now: a log line or a checkpoint, which comes with a log line, is due, or the run ends."""
+        """Whether to log now: a line is due, or a checkpoint, which comes with a line, or the run ends."""
         intervals = (self.args.log_every, self.checkpoint_every)
         is_due = not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
         return is_due and self.step > self.logged_step  # not twice for a step, as rows of resets do not count

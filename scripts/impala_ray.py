@@ -23,8 +23,8 @@ Runners step environments with a policy that may be some updates old, and send f
 the probabilities of the actions. The learner (this process) makes an update from each stretch of S steps; V-trace
 corrects for the policy's age. With --num-runners 0, everything runs in this process, reproducibly and without Ray.
 
-Departures from the paper: Adam, means instead of sums, no LSTM; V-trace sees one stretch only; a truncated episode
-bootstraps from the value of its last observation; environments reset in the step after an episode's end, a masked row.
+Departures from the paper: Adam, not RMSProp; means, not sums; no LSTM; a gradient step, with V-trace, for each stretch;
+a truncated episode bootstraps from its last observation's value; environments reset one step late, a masked row.
 
 Reading order: settings, networks, formulas; `Runner`, `make_learner`, and `train`, which joins them. Then plumbing.
 """
@@ -105,8 +105,8 @@ class Args:
     cpus_per_learner: float = 1.0  # CPU cores that Ray reserves per learner, except for this process
     gpus_per_learner: float = 0.0  # GPUs per learner, except for this process, which uses --device
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
-    runner_restarts: int = 50  # replacements of dead runners, for each of --num-runners; one more death ends the run
-    fragment_timeout: float = 300.0  # seconds until a silent runner is replaced; all runners, or a learner, end the run
+    runner_restarts: int = 50  # dead runners replaced, times --num-runners, in all; one more death ends the run
+    fragment_timeout: float = 300.0  # a runner silent for so long is replaced; if all are, or a learner, the run ends
 
     # IMPALA
     fragment_steps: int = 32  # steps of each environment in a fragment
@@ -122,7 +122,7 @@ class Args:
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # the gradient is scaled down to this norm, if it is longer
 
-    # Not settings, but `Envs` reads them. EnvPool's threads: cores here per runner, or as many as it reserves if more
+    # Not settings, but `Envs` reads them. EnvPool's threads: cores here per runner, at least --cpus-per-runner
     sync_envs = property(lambda args: not args.async_envs)
     env_threads = property(lambda args: max(1, int(args.cpus_per_runner), num_cores() // max(1, args.num_runners)))
 
@@ -234,7 +234,7 @@ class ActorCritic(nn.Module):
 
 
 def discounted_sum(x: Tensor, decay: Tensor) -> Tensor:
-    """y[t] = x[t] + decay[t] * y[t + 1] along the first dimension, in log2(T) passes over the whole (T, N).
+    """y[t] = x[t] + decay[t] * y[t + 1] along the first dimension, by a parallel scan: log2(T) passes over (T, N).
 
     A loop over 2048 steps takes 60 ms, this takes 0.3 ms: each pass doubles the number of terms summed in y[t].
     """
@@ -348,8 +348,8 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         gradients = torch.autograd.grad(loss, optimizer.weights)
         approx_kl = ((log_ratio.exp() - 1 - log_ratio) * valid).sum()
         rho = (log_ratio.exp().clamp(max=args.rho_bar) * valid).sum()
-        sums = torch.stack([policy_loss, value_loss, entropy, approx_kl, rho]).detach()
-        return torch.cat([x.reshape(-1) for x in (valid.sum(), *gradients, sums)])
+        metrics = torch.stack([policy_loss, value_loss, entropy, approx_kl, rho]).detach()
+        return torch.cat([x.reshape(-1) for x in (valid.sum(), *gradients, metrics)])
 
     def descend(sums: Tensor) -> Tensor:
         """One step of Adam on what `gradient` returns, added up over all learners -> the means of the METRICS."""
@@ -393,7 +393,7 @@ def train(args: Args) -> Path:
 
         # Log
         if run.is_due():
-            metrics = dict(zip(METRICS, losses.tolist(), strict=True)) | runners.metrics()
+            metrics = named(METRICS, losses) | runners.metrics()
             run.log(metrics | {"charts/learning_rate": float(optimizer.learning_rate)})
     return run.close()
 
@@ -411,7 +411,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return policy
 
 
-# ---- Plumbing: no part of the algorithm, and nearly all the same text in every script that has it -----------------
+# ---- Plumbing: what the algorithm is built on, nearly all the same text in every script that has it ---------------
 
 
 class EpisodeStatistics:
@@ -435,13 +435,13 @@ class EpisodeStatistics:
 class Adam(nn.Module):
     """Adam (Kingma & Ba 2015, algorithm 1): PyTorch's fused kernel, without the bookkeeping of torch.optim around it.
 
-    For small networks that bookkeeping takes longer than the kernel. torch.compile can trace neither, so compiled code
-    uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
-    the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
-    Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` and the optimizers of torch.optim would do
-    nothing: `clip` them before. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`.
-    To reset it, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers` (of the formula) with 1.
-    Weights that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
+    For small networks that bookkeeping takes longer than the kernel. Compiled code, which can use neither, takes the
+    formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state, the
+    learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value. Gradients
+    are handed to `step` and not kept in `.grad`: use `clip`, as `clip_grad_norm_` would do nothing, nor would an
+    optimizer of torch.optim. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`. To
+    reset it, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers` (of the formula) with 1. Weights
+    that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -492,16 +492,6 @@ class Adam(nn.Module):
         self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would recompute a power every few weights
         (self.by_formula if torch.compiler.is_compiling() else self.by_kernel)(gradients, *self.betas)
 
-    def by_formula(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
-        """A step in compiled code. If you change this, change `by_kernel`, too."""
-        gradient = torch.cat([g.reshape(-1) for g in gradients])
-        self.exp_avg.lerp_(gradient, 1 - beta1)
-        self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
-        scale = (self.exp_avg_sq / (1 - self.beta_powers[1])).sqrt() + self.eps
-        change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta_powers[0]))
-        parts = zip(change.split(self.sizes), self.weights, strict=True)
-        torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
-
     def by_kernel(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
         """A step in eager code. If you change this, change `by_formula`, too."""
         # The kernel reads memory in order, so each gradient must have the same memory layout as its weight
@@ -510,8 +500,18 @@ class Adam(nn.Module):
         torch._fused_adam_(
             self.weights, gradients, self.exp_avgs, self.exp_avg_sqs, [], [self.steps] * len(gradients),
             lr=self.learning_rate, beta1=beta1, beta2=beta2, eps=self.eps,
-            weight_decay=0, amsgrad=False, maximize=False,
+            weight_decay=0, amsgrad=False, maximize=False,  # a decay would be Adam's, L2, and not AdamW's
         )  # fmt: skip
+
+    def by_formula(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
+        """A step in compiled code, and in no other. If you change this, change `by_kernel`, too."""
+        gradient = torch.cat([g.reshape(-1) for g in gradients])
+        self.exp_avg.lerp_(gradient, 1 - beta1)
+        self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
+        scale = (self.exp_avg_sq / (1 - self.beta_powers[1])).sqrt() + self.eps
+        change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta_powers[0]))
+        parts = zip(change.split(self.sizes), self.weights, strict=True)
+        torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
 
 
 def numpy_mlp(net: nn.Sequential):
@@ -546,9 +546,9 @@ def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> N
     largest = np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)
     scale = 1 + largest + 0.01 * np.abs(obs).max(axis=1)  # of each row; large observations are rounded, too
     if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
-        hint = "`forward` is random or looks at a whole batch, as Dropout does, or actions have another `log_prob`"
-        hint = f"`numpy_mlp` leaves out a part of `forward`, such as a number that has changed, or {hint}"
-        fail(f"the policy that acts differs from the one that learns: {hint}")
+        hint = "`numpy_mlp` leaves out a part of `forward`, such as a number that has changed; `forward` is random, as "
+        hint += "with Dropout, looks at a whole batch, or changes its buffers, as with `spectral_norm`; or actions have"
+        fail(f"the policy that acts differs from the one that learns: {hint} another `log_prob`")
 
 
 @torch.no_grad()
@@ -583,8 +583,10 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
             fail(f"{shapes}: does `forward` compute more?")
         check_same(acted, learnt, obs)
     except (ValueError, IndexError) as error:  # such as BatchNorm's for a single row
-        hint = " (at random observations; if it never sees such ones, leave `check_policy` out)"
-        fail(f"the policy can't act: {error}{hint * isinstance(error, IndexError)}")
+        hint = "; does `forward` do more than the layers that `numpy_mlp` has?"
+        if isinstance(error, IndexError):
+            hint = " (at random observations; if it never sees such ones, leave `check_policy` out)"
+        fail(f"the policy can't act: {error}{hint}")
     finally:
         torch._foreach_copy_(state, first)
         for part, attributes in zip(parts, kept, strict=True):
@@ -624,6 +626,13 @@ def say(text: str) -> None:
     """Print a text above the progress bar, if the terminal is still there."""
     with contextlib.suppress(OSError):
         tqdm.write(text, file=sys.stderr)
+
+
+def named(names: tuple[str, ...], values: Tensor) -> dict[str, float]:
+    """Metrics by name, one for each value."""
+    if len(names) != len(values):
+        fail(f"an update gives {len(values)} metrics, but METRICS makes {len(names)} names of them")
+    return dict(zip(names, values.tolist(), strict=True))
 
 
 def num_cores() -> int:
@@ -889,8 +898,8 @@ def without(settings: dict, names: set[str]) -> dict:
 class Envs:
     """N environments side by side: flat observations (N, O); actions (N, A), or (N,) where they are discrete.
 
-    Autoreset happens one step late, whatever the backend: the observation at an episode's end is its true last one; the
-    next step ignores its action, resets that environment and returns reward 0. This row does not count as a step.
+    Next-step autoreset, whatever the backend: the observation at an episode's end is its true last one; the next step
+    ignores its action, resets that environment and returns reward 0. This row does not count as a step.
     """
 
     def __init__(self, args: Args, seeds: list[int]):
@@ -2184,7 +2193,7 @@ class Run:
         return self.step < self.args.total_timesteps and self.stopped_by is None
 
     def is_due(self) -> bool:
-        """Whether to log now: a log line or a checkpoint, which comes with a log line, is due, or the run ends."""
+        """Whether to log now: a line is due, or a checkpoint, which comes with a line, or the run ends."""
         intervals = (self.args.log_every, self.checkpoint_every)
         is_due = not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
         return is_due and self.step > self.logged_step  # not twice for a step, as rows of resets do not count

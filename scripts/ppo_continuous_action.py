@@ -20,7 +20,7 @@ P = number of parameters.
 Settings are those of CleanRL's script of the same name. Departures from it: a truncated episode bootstraps from the
 value of its last observation; an environment resets in the step after an episode's end, and this row is masked; rewards
 of a rollout are scaled by one standard deviation, that of all discounted returns up to the end of the rollout;
---target-kl tests the mean approx_kl of an epoch, and the log has such means, of the last epoch.
+--target-kl and the log use means over an epoch; in the log it is the last one.
 
 Reading order: settings, networks, formulas, then `train`, the algorithm. Below the `# ----` line is only plumbing.
 """
@@ -147,7 +147,7 @@ def normal_log_prob(action: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
 
 
 def discounted_sum(x: Tensor, decay: Tensor) -> Tensor:
-    """y[t] = x[t] + decay[t] * y[t + 1] along the first dimension, in log2(T) passes over the whole (T, N).
+    """y[t] = x[t] + decay[t] * y[t + 1] along the first dimension, by a parallel scan: log2(T) passes over (T, N).
 
     A loop over 2048 steps takes 60 ms, this takes 0.3 ms: each pass doubles the number of terms summed in y[t].
     """
@@ -172,7 +172,7 @@ def gae(
 
 
 def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
-    """Mean of the entries of x where valid = 1, with static shapes and without waiting for the device."""
+    """Mean of x where valid = 1. Unlike `x[valid].mean()`, it has fixed shapes and does not wait for the device."""
     return (x * valid).sum() / valid.sum().clamp(min=1)
 
 
@@ -214,7 +214,7 @@ def train(args: Args) -> Path:
 
     envs = Envs(args, run.env_seeds(args.num_envs))
     if not isinstance(envs.action_space, gym.spaces.Box) or envs.action_space.dtype.kind != "f":
-        fail(f"{args.env_id} has actions {envs.action_space}; this script is for a Box of floats")
+        fail(f"{args.env_id} has actions {envs.action_space}; ppo takes Discrete actions, this script a Box of floats")
     low, high = envs.action_space.low.reshape(-1), envs.action_space.high.reshape(-1)
     agent = ActorCritic(envs.obs_dim, len(low)).to(device)
     optimizer = Adam(agent, args.learning_rate, eps=1e-5)
@@ -313,9 +313,9 @@ def train(args: Args) -> Path:
                 break
 
         # Log
-        values = torch.stack([*losses, explained_variance, optimizer.learning_rate]).tolist()
+        values = torch.stack([*losses, explained_variance, optimizer.learning_rate])
         run.iteration = iteration + 1
-        run.log(dict(zip((*METRICS, "losses/explained_variance", "charts/learning_rate"), values, strict=True)))
+        run.log(named((*METRICS, "losses/explained_variance", "charts/learning_rate"), values))
     return run.close()
 
 
@@ -328,7 +328,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return torch.no_grad()(lambda obs: agent(torch.tensor(obs_norm(obs), dtype=torch.float))[0].numpy().clip(low, high))
 
 
-# ---- Plumbing: no part of the algorithm, and nearly all the same text in every script that has it -----------------
+# ---- Plumbing: what the algorithm is built on, nearly all the same text in every script that has it ---------------
 
 
 class RunningNorm:
@@ -399,13 +399,13 @@ class EpisodeStatistics:
 class Adam(nn.Module):
     """Adam (Kingma & Ba 2015, algorithm 1): PyTorch's fused kernel, without the bookkeeping of torch.optim around it.
 
-    For small networks that bookkeeping takes longer than the kernel. torch.compile can trace neither, so compiled code
-    uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
-    the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
-    Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` and the optimizers of torch.optim would do
-    nothing: `clip` them before. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`.
-    To reset it, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers` (of the formula) with 1.
-    Weights that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
+    For small networks that bookkeeping takes longer than the kernel. Compiled code, which can use neither, takes the
+    formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state, the
+    learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value. Gradients
+    are handed to `step` and not kept in `.grad`: use `clip`, as `clip_grad_norm_` would do nothing, nor would an
+    optimizer of torch.optim. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`. To
+    reset it, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers` (of the formula) with 1. Weights
+    that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -456,16 +456,6 @@ class Adam(nn.Module):
         self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would recompute a power every few weights
         (self.by_formula if torch.compiler.is_compiling() else self.by_kernel)(gradients, *self.betas)
 
-    def by_formula(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
-        """A step in compiled code. If you change this, change `by_kernel`, too."""
-        gradient = torch.cat([g.reshape(-1) for g in gradients])
-        self.exp_avg.lerp_(gradient, 1 - beta1)
-        self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
-        scale = (self.exp_avg_sq / (1 - self.beta_powers[1])).sqrt() + self.eps
-        change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta_powers[0]))
-        parts = zip(change.split(self.sizes), self.weights, strict=True)
-        torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
-
     def by_kernel(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
         """A step in eager code. If you change this, change `by_formula`, too."""
         # The kernel reads memory in order, so each gradient must have the same memory layout as its weight
@@ -474,8 +464,18 @@ class Adam(nn.Module):
         torch._fused_adam_(
             self.weights, gradients, self.exp_avgs, self.exp_avg_sqs, [], [self.steps] * len(gradients),
             lr=self.learning_rate, beta1=beta1, beta2=beta2, eps=self.eps,
-            weight_decay=0, amsgrad=False, maximize=False,
+            weight_decay=0, amsgrad=False, maximize=False,  # a decay would be Adam's, L2, and not AdamW's
         )  # fmt: skip
+
+    def by_formula(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
+        """A step in compiled code, and in no other. If you change this, change `by_kernel`, too."""
+        gradient = torch.cat([g.reshape(-1) for g in gradients])
+        self.exp_avg.lerp_(gradient, 1 - beta1)
+        self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
+        scale = (self.exp_avg_sq / (1 - self.beta_powers[1])).sqrt() + self.eps
+        change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta_powers[0]))
+        parts = zip(change.split(self.sizes), self.weights, strict=True)
+        torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
 
 
 def is_plain(x) -> bool:
@@ -544,9 +544,9 @@ def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> N
     largest = np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)
     scale = 1 + largest + 0.01 * np.abs(obs).max(axis=1)  # of each row; large observations are rounded, too
     if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
-        hint = "`forward` is random or looks at a whole batch, as Dropout does, or actions have another `log_prob`"
-        hint = f"`numpy_mlp` leaves out a part of `forward`, such as a number that has changed, or {hint}"
-        fail(f"the policy that acts differs from the one that learns: {hint}")
+        hint = "`numpy_mlp` leaves out a part of `forward`, such as a number that has changed; `forward` is random, as "
+        hint += "with Dropout, looks at a whole batch, or changes its buffers, as with `spectral_norm`; or actions have"
+        fail(f"the policy that acts differs from the one that learns: {hint} another `log_prob`")
 
 
 @torch.no_grad()
@@ -581,8 +581,10 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
             fail(f"{shapes}: does `forward` compute more?")
         check_same(acted, learnt, obs)
     except (ValueError, IndexError) as error:  # such as BatchNorm's for a single row
-        hint = " (at random observations; if it never sees such ones, leave `check_policy` out)"
-        fail(f"the policy can't act: {error}{hint * isinstance(error, IndexError)}")
+        hint = "; does `forward` do more than the layers that `numpy_mlp` has?"
+        if isinstance(error, IndexError):
+            hint = " (at random observations; if it never sees such ones, leave `check_policy` out)"
+        fail(f"the policy can't act: {error}{hint}")
     finally:
         torch._foreach_copy_(state, first)
         for part, attributes in zip(parts, kept, strict=True):
@@ -594,6 +596,13 @@ def fail(message: str) -> NoReturn:
     """Report invalid input in one line and end with exit code 2."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def named(names: tuple[str, ...], values: Tensor) -> dict[str, float]:
+    """Metrics by name, one for each value."""
+    if len(names) != len(values):
+        fail(f"an update gives {len(values)} metrics, but METRICS makes {len(names)} names of them")
+    return dict(zip(names, values.tolist(), strict=True))
 
 
 def num_cores() -> int:
@@ -871,8 +880,8 @@ def without(settings: dict, names: set[str]) -> dict:
 class Envs:
     """N environments side by side: flat observations (N, O); actions (N, A), or (N,) where they are discrete.
 
-    Autoreset happens one step late, whatever the backend: the observation at an episode's end is its true last one; the
-    next step ignores its action, resets that environment and returns reward 0. This row does not count as a step.
+    Next-step autoreset, whatever the backend: the observation at an episode's end is its true last one; the next step
+    ignores its action, resets that environment and returns reward 0. This row does not count as a step.
     """
 
     def __init__(self, args: Args, seeds: list[int]):
@@ -1406,7 +1415,7 @@ class Run:
         return self.step < self.args.total_timesteps and self.stopped_by is None
 
     def is_due(self) -> bool:
-        """Whether to log now: a log line or a checkpoint, which comes with a log line, is due, or the run ends."""
+        """Whether to log now: a line is due, or a checkpoint, which comes with a line, or the run ends."""
         intervals = (self.args.log_every, self.checkpoint_every)
         is_due = not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
         return is_due and self.step > self.logged_step  # not twice for a step, as rows of resets do not count

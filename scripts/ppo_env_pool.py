@@ -189,7 +189,7 @@ class ActorCritic(nn.Module):
 
 
 def discounted_sum(x: Tensor, decay: Tensor) -> Tensor:
-    """y[t] = x[t] + decay[t] * y[t + 1] along the first dimension, in log2(T) passes over the whole (T, N).
+    """y[t] = x[t] + decay[t] * y[t + 1] along the first dimension, by a parallel scan: log2(T) passes over (T, N).
 
     A loop over 2048 steps takes 60 ms, this takes 0.3 ms: each pass doubles the number of terms summed in y[t].
     """
@@ -214,7 +214,7 @@ def gae(
 
 
 def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
-    """Mean of the entries of x where valid = 1, with static shapes and without waiting for the device."""
+    """Mean of x where valid = 1. Unlike `x[valid].mean()`, it has fixed shapes and does not wait for the device."""
     return (x * valid).sum() / valid.sum().clamp(min=1)
 
 
@@ -367,9 +367,9 @@ def train(args: Args) -> Path:
 
         # Log
         names = *METRICS, "losses/explained_variance", "charts/learning_rate"
-        values = torch.stack([*losses, explained_variance, optimizer.learning_rate]).tolist()
+        values = torch.stack([*losses, explained_variance, optimizer.learning_rate])
         run.iteration = iteration + 1
-        run.log(dict(zip(names, values, strict=True)) | {"pool/worker_restarts": pool.restarts})
+        run.log(named(names, values) | {"pool/worker_restarts": pool.restarts})
     return run.close()
 
 
@@ -383,7 +383,7 @@ def load_policy(checkpoint: dict, pool: "Pool"):
     return lambda obs: policy(obs.astype(np.float32)).clip(space.low.reshape(-1), space.high.reshape(-1))
 
 
-# ---- Plumbing: no part of the algorithm, and nearly all the same text in every script that has it -----------------
+# ---- Plumbing: what the algorithm is built on, nearly all the same text in every script that has it ---------------
 
 
 class TorchNumbers:
@@ -417,13 +417,13 @@ class EpisodeStatistics:
 class Adam(nn.Module):
     """Adam (Kingma & Ba 2015, algorithm 1): PyTorch's fused kernel, without the bookkeeping of torch.optim around it.
 
-    For small networks that bookkeeping takes longer than the kernel. torch.compile can trace neither, so compiled code
-    uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
-    the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
-    Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` and the optimizers of torch.optim would do
-    nothing: `clip` them before. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`.
-    To reset it, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers` (of the formula) with 1.
-    Weights that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
+    For small networks that bookkeeping takes longer than the kernel. Compiled code, which can use neither, takes the
+    formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state, the
+    learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value. Gradients
+    are handed to `step` and not kept in `.grad`: use `clip`, as `clip_grad_norm_` would do nothing, nor would an
+    optimizer of torch.optim. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`. To
+    reset it, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers` (of the formula) with 1. Weights
+    that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -474,16 +474,6 @@ class Adam(nn.Module):
         self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would recompute a power every few weights
         (self.by_formula if torch.compiler.is_compiling() else self.by_kernel)(gradients, *self.betas)
 
-    def by_formula(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
-        """A step in compiled code. If you change this, change `by_kernel`, too."""
-        gradient = torch.cat([g.reshape(-1) for g in gradients])
-        self.exp_avg.lerp_(gradient, 1 - beta1)
-        self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
-        scale = (self.exp_avg_sq / (1 - self.beta_powers[1])).sqrt() + self.eps
-        change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta_powers[0]))
-        parts = zip(change.split(self.sizes), self.weights, strict=True)
-        torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
-
     def by_kernel(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
         """A step in eager code. If you change this, change `by_formula`, too."""
         # The kernel reads memory in order, so each gradient must have the same memory layout as its weight
@@ -492,8 +482,18 @@ class Adam(nn.Module):
         torch._fused_adam_(
             self.weights, gradients, self.exp_avgs, self.exp_avg_sqs, [], [self.steps] * len(gradients),
             lr=self.learning_rate, beta1=beta1, beta2=beta2, eps=self.eps,
-            weight_decay=0, amsgrad=False, maximize=False,
+            weight_decay=0, amsgrad=False, maximize=False,  # a decay would be Adam's, L2, and not AdamW's
         )  # fmt: skip
+
+    def by_formula(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
+        """A step in compiled code, and in no other. If you change this, change `by_kernel`, too."""
+        gradient = torch.cat([g.reshape(-1) for g in gradients])
+        self.exp_avg.lerp_(gradient, 1 - beta1)
+        self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
+        scale = (self.exp_avg_sq / (1 - self.beta_powers[1])).sqrt() + self.eps
+        change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta_powers[0]))
+        parts = zip(change.split(self.sizes), self.weights, strict=True)
+        torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
 
 
 def is_plain(x) -> bool:
@@ -562,9 +562,9 @@ def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> N
     largest = np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)
     scale = 1 + largest + 0.01 * np.abs(obs).max(axis=1)  # of each row; large observations are rounded, too
     if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
-        hint = "`forward` is random or looks at a whole batch, as Dropout does, or actions have another `log_prob`"
-        hint = f"`numpy_mlp` leaves out a part of `forward`, such as a number that has changed, or {hint}"
-        fail(f"the policy that acts differs from the one that learns: {hint}")
+        hint = "`numpy_mlp` leaves out a part of `forward`, such as a number that has changed; `forward` is random, as "
+        hint += "with Dropout, looks at a whole batch, or changes its buffers, as with `spectral_norm`; or actions have"
+        fail(f"the policy that acts differs from the one that learns: {hint} another `log_prob`")
 
 
 @torch.no_grad()
@@ -599,8 +599,10 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
             fail(f"{shapes}: does `forward` compute more?")
         check_same(acted, learnt, obs)
     except (ValueError, IndexError) as error:  # such as BatchNorm's for a single row
-        hint = " (at random observations; if it never sees such ones, leave `check_policy` out)"
-        fail(f"the policy can't act: {error}{hint * isinstance(error, IndexError)}")
+        hint = "; does `forward` do more than the layers that `numpy_mlp` has?"
+        if isinstance(error, IndexError):
+            hint = " (at random observations; if it never sees such ones, leave `check_policy` out)"
+        fail(f"the policy can't act: {error}{hint}")
     finally:
         torch._foreach_copy_(state, first)
         for part, attributes in zip(parts, kept, strict=True):
@@ -640,6 +642,13 @@ def say(text: str) -> None:
     """Print a text above the progress bar, if the terminal is still there."""
     with contextlib.suppress(OSError):
         tqdm.write(text, file=sys.stderr)
+
+
+def named(names: tuple[str, ...], values: Tensor) -> dict[str, float]:
+    """Metrics by name, one for each value."""
+    if len(names) != len(values):
+        fail(f"an update gives {len(values)} metrics, but METRICS makes {len(names)} names of them")
+    return dict(zip(names, values.tolist(), strict=True))
 
 
 def num_cores() -> int:
@@ -1528,7 +1537,7 @@ class Run:
         return self.step < self.args.total_timesteps and self.stopped_by is None
 
     def is_due(self) -> bool:
-        """Whether to log now: a log line or a checkpoint, which comes with a log line, is due, or the run ends."""
+        """Whether to log now: a line is due, or a checkpoint, which comes with a line, or the run ends."""
         intervals = (self.args.log_every, self.checkpoint_every)
         is_due = not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
         return is_due and self.step > self.logged_step  # not twice for a step, as rows of resets do not count

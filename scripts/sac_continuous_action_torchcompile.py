@@ -300,7 +300,7 @@ def train(args: Args) -> Path:
     obs, done = envs.reset(), np.zeros(args.num_envs, dtype=bool)
     while run.goes_on():
         # Act, at random until learning starts
-        if run.num_updates == 0 and run.step < first_update:
+        if run.num_updates == 0 and run.step < first_update:  # a resumed run that refills its replay uses its policy
             action = np.random.uniform(low, high, (args.num_envs, action_dim)).astype(np.float32).clip(low, high)
         else:
             action = courier.answer(obs).clip(low, high)  # rounding may exceed the bounds, as it may above
@@ -322,14 +322,14 @@ def train(args: Args) -> Path:
         # Learn
         for _ in range(num_due):
             run.num_updates += 1
-            if run.num_updates % args.policy_frequency == 0:
+            if run.num_updates % args.policy_frequency == 0:  # if this changes, so must when `courier.ask` is called
                 losses = update_both()
             else:
                 update_critics()
 
         # Log
         if run.is_due():
-            run.log({} if losses is None else dict(zip(METRICS, losses.tolist(), strict=True)))
+            run.log({} if losses is None else named(METRICS, losses))
     return run.close()
 
 
@@ -347,7 +347,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return policy
 
 
-# ---- Plumbing: no part of the algorithm, and nearly all the same text in every script that has it -----------------
+# ---- Plumbing: what the algorithm is built on, nearly all the same text in every script that has it ---------------
 
 
 def free_memory(device: torch.device) -> float:
@@ -500,13 +500,13 @@ class EpisodeStatistics:
 class Adam(nn.Module):
     """Adam (Kingma & Ba 2015, algorithm 1): PyTorch's fused kernel, without the bookkeeping of torch.optim around it.
 
-    For small networks that bookkeeping takes longer than the kernel. torch.compile can trace neither, so compiled code
-    uses the formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state,
-    the learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value.
-    Gradients are handed to `step`: `.grad` is not used, so `clip_grad_norm_` and the optimizers of torch.optim would do
-    nothing: `clip` them before. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`.
-    To reset it, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers` (of the formula) with 1.
-    Weights that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
+    For small networks that bookkeeping takes longer than the kernel. Compiled code, which can use neither, takes the
+    formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state, the
+    learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value. Gradients
+    are handed to `step` and not kept in `.grad`: use `clip`, as `clip_grad_norm_` would do nothing, nor would an
+    optimizer of torch.optim. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`. To
+    reset it, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers` (of the formula) with 1. Weights
+    that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, eps: float = 1e-8, betas: tuple = (0.9, 0.999)):
@@ -557,16 +557,6 @@ class Adam(nn.Module):
         self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would recompute a power every few weights
         (self.by_formula if torch.compiler.is_compiling() else self.by_kernel)(gradients, *self.betas)
 
-    def by_formula(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
-        """A step in compiled code. If you change this, change `by_kernel`, too."""
-        gradient = torch.cat([g.reshape(-1) for g in gradients])
-        self.exp_avg.lerp_(gradient, 1 - beta1)
-        self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
-        scale = (self.exp_avg_sq / (1 - self.beta_powers[1])).sqrt() + self.eps
-        change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta_powers[0]))
-        parts = zip(change.split(self.sizes), self.weights, strict=True)
-        torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
-
     def by_kernel(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
         """A step in eager code. If you change this, change `by_formula`, too."""
         # The kernel reads memory in order, so each gradient must have the same memory layout as its weight
@@ -575,8 +565,18 @@ class Adam(nn.Module):
         torch._fused_adam_(
             self.weights, gradients, self.exp_avgs, self.exp_avg_sqs, [], [self.steps] * len(gradients),
             lr=self.learning_rate, beta1=beta1, beta2=beta2, eps=self.eps,
-            weight_decay=0, amsgrad=False, maximize=False,
+            weight_decay=0, amsgrad=False, maximize=False,  # a decay would be Adam's, L2, and not AdamW's
         )  # fmt: skip
+
+    def by_formula(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
+        """A step in compiled code, and in no other. If you change this, change `by_kernel`, too."""
+        gradient = torch.cat([g.reshape(-1) for g in gradients])
+        self.exp_avg.lerp_(gradient, 1 - beta1)
+        self.exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
+        scale = (self.exp_avg_sq / (1 - self.beta_powers[1])).sqrt() + self.eps
+        change = (self.exp_avg / scale) * (self.learning_rate / (1 - self.beta_powers[0]))
+        parts = zip(change.split(self.sizes), self.weights, strict=True)
+        torch._foreach_sub_(self.weights, [part.view_as(weight) for part, weight in parts])
 
 
 def compiled(device: torch.device, *functions, **more_options):
@@ -875,7 +875,9 @@ def tensors_only(function):
             own = [i for i in places if not lines[i].partition('"')[2].startswith(LIBRARIES)] or places
             place = [": ".join(map(str.strip, lines[i : i + 2])) for i in own[-1:]]
             cause = [line.partition("): got ")[2] for line in lines if "): got " in line][:1]
-            fail(f"this can't be compiled: {'; '.join([reason, *cause, *place])}; --no-compile does without")
+            hints = ["use `Adam` instead of an optimizer of torch.optim"] * ("`Optimizer." in str(error))
+            hints += ["--no-compile does without"]
+            fail(f"this can't be compiled: {'; '.join([reason, *cause, *place, *hints])}")
 
     checked.__wrapped__, checked.__name__ = function, getattr(function, "__name__", "a compiled function")
     return checked
@@ -918,6 +920,13 @@ def fail(message: str) -> NoReturn:
     """Report invalid input in one line and end with exit code 2."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def named(names: tuple[str, ...], values: Tensor) -> dict[str, float]:
+    """Metrics by name, one for each value."""
+    if len(names) != len(values):
+        fail(f"an update gives {len(values)} metrics, but METRICS makes {len(names)} names of them")
+    return dict(zip(names, values.tolist(), strict=True))
 
 
 def num_cores() -> int:
@@ -1195,8 +1204,8 @@ def without(settings: dict, names: set[str]) -> dict:
 class Envs:
     """N environments side by side: flat observations (N, O); actions (N, A), or (N,) where they are discrete.
 
-    Autoreset happens one step late, whatever the backend: the observation at an episode's end is its true last one; the
-    next step ignores its action, resets that environment and returns reward 0. This row does not count as a step.
+    Next-step autoreset, whatever the backend: the observation at an episode's end is its true last one; the next step
+    ignores its action, resets that environment and returns reward 0. This row does not count as a step.
     """
 
     def __init__(self, args: Args, seeds: list[int]):
@@ -1755,7 +1764,7 @@ class Run:
         return self.step < self.args.total_timesteps and self.stopped_by is None
 
     def is_due(self) -> bool:
-        """Whether to log now: a log line or a checkpoint, which comes with a log line, is due, or the run ends."""
+        """Whether to log now: a line is due, or a checkpoint, which comes with a line, or the run ends."""
         intervals = (self.args.log_every, self.checkpoint_every)
         is_due = not self.goes_on() or any(self.step // every > self.logged_step // every for every in intervals)
         return is_due and self.step > self.logged_step  # not twice for a step, as rows of resets do not count

@@ -691,6 +691,20 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(copy, train_copy, capsys
     assert "float(entropy)" in error  # the line itself
 
 
+@pytest.mark.slow
+def test_an_optimizer_of_torch_that_cannot_be_compiled_is_refused_with_what_takes_its_place(copy, train_copy, capsys):
+    step = "optimizer.step(clip(torch.autograd.grad(loss, optimizer.weights), args.max_grad_norm))"
+    made = "optimizer = Adam(agent, args.learning_rate, eps=1e-5)"
+    twin = copy(
+        "ppo_torchcompile",
+        (made, f"{made}\n    adamw = torch.optim.AdamW(agent.parameters())"),
+        (step, "adamw.zero_grad()\n        loss.backward()\n        adamw.step()"),
+    )
+    with pytest.raises(SystemExit) as end:
+        train_copy(twin, "ppo_torchcompile")
+    assert end.value.code == 2 and "use `Adam` instead of an optimizer of torch.optim" in capsys.readouterr().err
+
+
 def test_what_a_library_can_not_compile_is_shown_where_the_copy_asks_for_it(copy, train_copy, capsys):
     change = "        loss = policy_loss +", "        agent.requires_grad_(False)\n        loss = policy_loss +"
     with pytest.raises(SystemExit):

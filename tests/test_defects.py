@@ -949,3 +949,13 @@ def test_automatic_precision_is_that_of_float32_and_is_decided_the_same_each_tim
     finally:
         set_precision(before, torch.device("cpu"), False)
     assert len(decided) == 1
+
+
+@each_script
+def test_metrics_without_names_are_refused(train, monkeypatch, capsys, name):
+    """By numbers, when the first ones come; or `zip` would say so, and of what it would not."""
+    script = load(name)
+    monkeypatch.setattr(script, "METRICS", tuple(script.METRICS)[:-1])
+    with pytest.raises(SystemExit) as end:
+        train(name)
+    assert end.value.code == 2 and "but METRICS makes" in capsys.readouterr().err

@@ -32,7 +32,7 @@ OF_TWINS |= {"tensors_only", "check_equal", "check_places", "is_set", "steps_dif
 OF_STACKED = {"check_stack", "Stack", "transposed"}  # in twins whose critics are stacked
 OF_SENT = {"Folders", "find_libraries"}  # in twins whose functions are sent to other processes
 MOST_IN_TRAIN = 135
-RULE = "# ---- Plumbing: no part of the algorithm, and nearly all the same text in every script that has it "
+RULE = "# ---- Plumbing: what the algorithm is built on, nearly all the same text in every script that has it "
 RULE = RULE.ljust(117, "-")
 HEADINGS = (
     ["Collect", "Estimate advantages", "Learn", "Log"],  # on-policy
