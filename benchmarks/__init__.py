@@ -7,7 +7,7 @@ A package for each question, with a module named after each command:
 - `pools`: what do pools of slow environments gain by not waiting?
 - `learning`: what do the scripts learn, over many seeds?
 - `tools`: a first run, inspecting a run or a pair, and the tables of RESULTS.md.
-- `gpu.py`: whatever of this needs a GPU, in nine minutes.
+- `gpu.py`: whatever of this needs a GPU, in three stages of nine minutes.
 - `common`: what these packages share.
 
 `results/` holds our measurements, `reference/` published scores of others, `NOTES.md` what was tried on the way.

@@ -11,7 +11,7 @@ four combinations of --compile and --cudagraphs, and the tests that need CUDA; `
 compile, cudagraphs, both, and of LeanRL if --leanrl names its folder; `more`: how fast each network acts, what fraction
 of the time the device is busy and with how many kernels per step, and how fast environments are sampled.
 Takes: nine minutes at most each, or --time-limit.
-Leaves: in OUT_DIR the stage's Markdown and, for each of its parts, JSON and a figure. No file is ever half-written.
+Leaves: in OUT_DIR the stage's Markdown and, for each of its parts, JSON and mostly a figure. No file is half-written.
 """
 
 import json
@@ -35,9 +35,11 @@ from benchmarks.common import plots, processes, turns
 from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import (
     CLEANRL_PYTHON,
+    ROOT,
     SUFFIX,
     VARIANTS,
     check_known,
+    check_once,
     check_positive,
     clone_command,
     command,
@@ -221,7 +223,8 @@ def run_tests(task: Task) -> None:
     jobs = min(num_cores() // 2, processes.free_slots(2 * processes.SCRIPT_MEMORY))
     if find_spec("xdist") is not None and jobs > 1:
         program += ["-n", str(jobs), "--dist", "worksteal"]
-    child = processes.start([*program, "--continue-on-collection-errors", *task.plan.tests], task.work / "output")
+    tests = [*program, "--continue-on-collection-errors", *task.plan.tests]
+    child = processes.start(tests, task.work / "output", cwd=ROOT)
     try:
         run_part("parity", compare_pairs, task)
         while (code := child.wait(2)) is None and time.perf_counter() < task.deadline:
@@ -356,6 +359,7 @@ def check(options: Options) -> list[str]:
     check_known("script", options.scripts, pairs())
     check_known("part", options.parts, STAGES[options.stage])
     check_known("variant", options.variants, VARIANTS)
+    check_once(options, "scripts", "parts", "variants")
     check_positive(options, "time_limit", "memory_gib")
     if options.leanrl is not None and not options.leanrl.is_dir():
         fail(f"--leanrl: there is no folder {options.leanrl}")
@@ -392,7 +396,7 @@ def run_part(name: str, part: Callable[[Task], None], task: Task) -> None:
 def main(options: Options) -> int:
     """Run a stage; returns the exit code, 1 if a part of it failed."""
     started, scripts = time.perf_counter(), check(options)
-    options.leanrl = options.leanrl and options.leanrl.resolve()  # programs run in the root of the repository
+    options.leanrl = options.leanrl and options.leanrl.resolve()
     plan, report = TOY if options.dry_run else Plan(), Report(options.out, options.stage, options.dry_run)
     if options.variants:
         plan = replace(plan, variants=options.variants, profiled=options.variants)

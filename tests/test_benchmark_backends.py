@@ -43,7 +43,7 @@ def test_command(monkeypatch, tmp_path, capsys):
         assert envs * steps == 2048
         way = THREADS if "envpool" in arguments else PROCESS if "--sync-envs" in arguments else WORKERS
         order.append((envs, way))
-        own = {"first_update_seconds": 1.0, "peak_memory_mb": 1.0, "cores_used": 1.0}
+        own = {"first_update_seconds": 1.0, "peak_resident_mb": 1.0, "cores_used": 1.0}
         return {"speeds": [speeds[way]] * 5, **own}, None
 
     monkeypatch.setattr(backends.throughput, "measure", measure)
@@ -64,7 +64,7 @@ def test_ways_that_fail_are_shown(monkeypatch, tmp_path):
     """A row without the default's speed has no share."""
 
     def measure(arguments, _options, _last):
-        own = {"speeds": [50.0] * 3, "first_update_seconds": 1.0, "peak_memory_mb": 1.0, "cores_used": 1.0}
+        own = {"speeds": [50.0] * 3, "first_update_seconds": 1.0, "peak_resident_mb": 1.0, "cores_used": 1.0}
         return ({"failed": "exit code 1"} if "--no-async-envs" not in arguments else own), None
 
     monkeypatch.setattr(backends.throughput, "measure", measure)
@@ -79,7 +79,7 @@ def test_each_machine_has_a_folder_and_a_table(monkeypatch, tmp_path):
 
     def measure(arguments, _options, _last):
         speed = next(speed for flag, speed in speeds.items() if flag in arguments)
-        return {"speeds": [speed] * 3, "first_update_seconds": 1.0, "peak_memory_mb": 1.0, "cores_used": 1.0}, None
+        return {"speeds": [speed] * 3, "first_update_seconds": 1.0, "peak_resident_mb": 1.0, "cores_used": 1.0}, None
 
     monkeypatch.setattr(backends.throughput, "measure", measure)
     monkeypatch.setattr(readme, "RESULTS", tmp_path)

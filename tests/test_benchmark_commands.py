@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmark_helpers import ROOT, benchmark, benchmark_here
+from benchmark_helpers import ROOT, benchmark, benchmark_here, refusal
 
 from benchmarks import __main__ as commands
-from benchmarks.common import programs
+from benchmarks.common import processes, programs
 from benchmarks.tools import diff
 
 # In place of .venv's Python: it says what it is called with, or notes it if that is pip
@@ -219,3 +219,16 @@ def test_a_copy_of_a_pair_is_shown_by_its_path(tmp_path, capsys):
         f"there is no {tmp_path / 'mine_torchcompile.py'}"
         in benchmark_here(capsys, "diff", str(tmp_path / "mine.py")).stderr
     )
+
+
+def test_a_file_that_is_no_script_has_no_diff(tmp_path, capsys):
+    for text, message in (("", "has no"), ("x = (", "was never closed")):
+        (tmp_path / "mine.py").write_text(text)
+        (tmp_path / "mine_torchcompile.py").write_text(text)
+        done = benchmark_here(capsys, "diff", tmp_path / "mine.py")
+        assert "Traceback" not in done.stderr and (not text or (done.returncode == 2 and message in done.stderr))
+
+
+def test_a_number_that_is_none_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("MEMORY_GIB", "lots")
+    assert "MEMORY_GIB=lots" in refusal(processes.free_slots, 2**30, capsys)

@@ -97,10 +97,11 @@ def test_command(monkeypatch, tmp_path, capsys):
     order = []
 
     def measure(arguments, options, **_):
-        number = int(arguments[4])
+        number = int(arguments[5])
         order.append(number)
         assert options.seconds == 3 and "--no-tensorboard" in arguments
-        own = {"speeds": [100.0 * 2**number] * 5, "first_update_seconds": 1.0, "peak_memory_mb": 1.0, "cores_used": 1.0}
+        own = {"speeds": [100.0 * 2**number] * 5, "first_update_seconds": 1.0}
+        own |= {"peak_resident_mb": 1.0, "cores_used": 1.0}
         return own, type("Run", (), {"env_id": "HalfCheetah-v4", "lines": [{}]})
 
     equal = {"equal": True, "metrics": 1e-6, "weights": 2e-8}
@@ -134,7 +135,7 @@ def test_a_rung_that_failed_has_no_ratio_and_nor_has_the_one_on_it(monkeypatch):
 
     def measured(_program, _settings, **cache):
         number = int(Path(cache["TORCHINDUCTOR_CACHE_DIR"]).name)
-        own = {"speeds": [100.0 * (number + 1)] * 3, "first_update_seconds": 1.0, "peak_memory_mb": 1.0}
+        own = {"speeds": [100.0 * (number + 1)] * 3, "first_update_seconds": 1.0, "peak_resident_mb": 1.0}
         return own | {"cores_used": 1.0} | ({"failed": "exit code 1"} if number == 1 else {}), SimpleNamespace(lines=[])
 
     monkeypatch.setattr(ladder.throughput, "measure", measured)

@@ -9,6 +9,7 @@ import torch
 from helpers import load
 from torch import nn
 
+from benchmarks.common.results import provenance
 from benchmarks.throughput import limits
 
 
@@ -109,7 +110,7 @@ def test_a_round_is_of_one_script(monkeypatch, tmp_path):
     seen = []
 
     def measure(program, options, _last=(), learns=True, **_environment):
-        seen.append((program[2] if program[1] == "-m" else program[1].rpartition("/")[2], options.seconds, learns))
+        seen.append((program[3] if program[1] == "-P" else program[1].rpartition("/")[2], options.seconds, learns))
         own = {"speeds": [1e4, 2e4, 5e4]} if learns else {"speeds": [1e5]}
         return own, type("Run", (), {"env_id": "CartPole-v1", "lines": [{}]})
 
@@ -137,3 +138,15 @@ def test_a_round_of_a_real_script(tmp_path):
     assert parts["mflop"] == pytest.approx(2 * 128 * (4 * (4 * 120 + 120 * 84 + 84 * 2) - 4 * 120) / 1e7, rel=1e-3)
     assert all(np.isfinite(x) and x > 0 for x in parts.values())
     assert limits.limit_of(parts) < 3 * parts["compiled"]
+
+
+def test_by_default_four_pairs_are_measured(monkeypatch, tmp_path):
+    seen = []
+
+    def measure(script, *_):
+        seen.append(script)
+        return {"script": script, "env_id": "X", "limits": [], "rounds": 3, "seconds": 20.0, "provenance": provenance()}
+
+    monkeypatch.setattr(limits, "measure", measure)
+    limits.main(limits.Options(out=tmp_path))
+    assert seen == list(limits.DEFAULT)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -53,14 +54,14 @@ def contestant(speed: float | None) -> dict:
     if speed is None:
         return {"rounds": [], "failed": ["no window of steady speed"]}
     known = {"steps_per_second": speed, "quartiles": [speed, speed], "windows": 1, "cold_seconds": 1, "warm_seconds": 1}
-    return known | {"rounds": [{"speeds": [speed]}], "failed": [], "peak_memory_mb": 1, "cores_used": 1}
+    return known | {"rounds": [{"speeds": [speed]}], "failed": [], "peak_resident_mb": 1, "cores_used": 1}
 
 
 def test_a_failed_measurement_does_not_replace_an_older_one(tmp_path, monkeypatch):
     """It lies beside it, and the exit code says so."""
     speeds = iter([100.0, None, 200.0])
 
-    def measure_script(script, _options, _bar):
+    def measure_script(script, _options, _bar, _on_round):
         own = {"contestants": {"eager": contestant(next(speeds))}, "ratios": [], "break_even_steps": {}}
         own |= {"script": script, "env_id": "CartPole-v1", "flags": "", "rounds": 1, "window_seconds": 2.0}
         return own | {"published": None, "differences": {}, "provenance": provenance()}
@@ -293,3 +294,39 @@ def test_commits_differ_by_the_code_that_measures():
 
 def test_the_low_end_of_an_interval_comes_first():
     assert results.estimate(2.0, [1.5, 2.5]) == "2.0 [1.5, 2.5]" and results.estimate(2.0, None, ".0f") == "2"
+
+
+def test_a_measurement_that_is_stopped_leaves_its_finished_rounds(tmp_path, monkeypatch):
+    """Of two contestants, the second one's second run is interrupted."""
+    turn = iter(range(10))
+
+    def measure(_arguments, _options, **_environment):
+        if next(turn) == 3:
+            raise KeyboardInterrupt
+        own = {"speeds": [100.0] * 3, "first_update_seconds": 1.0, "peak_resident_mb": 1.0, "cores_used": 1.0}
+        return own, SimpleNamespace(args={"env_id": "CartPole-v1"}, config={})
+
+    monkeypatch.setattr(throughput, "measure", measure)
+    options = throughput.Options(("ppo",), ("eager", "lean"), out=tmp_path)
+    with pytest.raises(SystemExit) as end:
+        throughput.main(options)
+    result = json.loads((tmp_path / "ppo.json").read_text())
+    assert end.value.code == 130 and result["rounds"] == 1
+    assert [len(x["rounds"]) for x in result["contestants"].values()] == [1, 1]
+    assert "1 rounds, windows of 2 s" in "\n".join(throughput.section(result))
+
+
+def test_without_git_code_counts_as_changed(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert results.is_changed("a", "b")
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_terminal_that_closes_stops_a_measurement(ignored, tmp_path):
+    """As Ctrl-C does, which leaves no folder; under nohup it goes on."""
+    code = "import os, signal, tempfile\nfrom benchmarks.common.results import stoppable\n"
+    code += "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" * ignored
+    code += "with stoppable('nothing is kept'), tempfile.TemporaryDirectory():\n"
+    code += "    os.kill(os.getpid(), signal.SIGHUP)\n"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert done.returncode == (0 if ignored else 130) and not list(tmp_path.iterdir())

@@ -48,7 +48,7 @@ def test_throughput_from_end_to_end(tmp_path):
         assert own["whole"]["steps"] == 500 and min(own["whole"]["rounds"]) > 0.5
         assert own["whole"]["seconds"] == sum(own["whole"]["rounds"]) / 2
         assert own["whole"]["steps_per_second"] < own["steps_per_second"]
-        assert own["peak_memory_mb"] > 50 and own["cores_used"] > 0.1
+        assert own["peak_resident_mb"] > 50 and own["cores_used"] > 0.1
         parts = result["ceilings"]["variants"][name]
         times = parts["microseconds_per_step"]
         assert list(times) == [*ceilings.SECTIONS]
@@ -109,7 +109,7 @@ def test_bad_input(options, message, tmp_path, capsys):
 
 
 def contestant(*rounds: list[float]) -> dict:
-    keys = {"first_update_seconds": 10.0, "peak_memory_mb": 100.0, "cores_used": 1.0}
+    keys = {"first_update_seconds": 10.0, "peak_resident_mb": 100.0, "cores_used": 1.0}
     return throughput.summarize([{"speeds": speeds, **keys} for speeds in rounds])
 
 
@@ -523,11 +523,19 @@ def test_a_child_that_ignores_signals_is_killed(tmp_path, monkeypatch):
     while "up" not in child.last_lines():
         assert child.poll() is None
     assert child.stop() == -9
-    assert child.resources()["peak_memory_mb"] > 1
+    assert child.resources()["peak_resident_mb"] > 1
+
+
+def test_memory_of_a_child_is_its_own(tmp_path):
+    """By `ru_maxrss`, a child has at least the memory that its parent had when it started it."""
+    ballast = np.ones(500 * 2**17)
+    child = processes.start(["python3", "-c", "x = bytearray(50 * 2**20); input()"], tmp_path / "output")
+    assert child.wait(30) is not None and ballast.sum() > 0
+    assert 1 < child.resources()["peak_resident_mb"] < 200
 
 
 def round_of(speed: float, start: float | None, **more) -> dict:
-    return {"speeds": [speed] * 3, "first_update_seconds": start, "peak_memory_mb": 1.0, "cores_used": 1.0, **more}
+    return {"speeds": [speed] * 3, "first_update_seconds": start, "peak_resident_mb": 1.0, "cores_used": 1.0, **more}
 
 
 def test_a_round_that_failed_counts_nowhere():
@@ -549,8 +557,30 @@ def test_a_round_that_failed_counts_nowhere():
 @pytest.mark.parametrize(("interval", "shown"), [([0.9, 1.2], "open"), ([1.1, 1.3], "4,000 / never"), (None, "open")])
 def test_whether_compiling_pays_is_open_where_it_may_not_be_faster(interval, shown):
     own = {"steps_per_second": 1.0, "quartiles": [1.0, 1.0], "cold_seconds": 1.0, "warm_seconds": None}
-    own |= {"peak_memory_mb": 1.0, "cores_used": 1.0}
+    own |= {"peak_resident_mb": 1.0, "cores_used": 1.0}
     ratios = [{"of": "compile", "to": "eager", "ratio": 1.2, "interval": interval}]
     result = {"script": "ppo", "contestants": {"compile": own}, "ratios": ratios}
     result["break_even_steps"] = {"compile": {"cold": 4000.0, "warm": None}}
     assert shown in throughput.contestant_cells(result, "compile")
+
+
+def test_programs_start_in_the_folder_of_the_user(tmp_path, monkeypatch):
+    """So that paths in flags are theirs; nothing that lies there hides a module of this repository."""
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").write_text("raise RuntimeError")
+    (tmp_path / "copy.py").write_text("raise RuntimeError")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    child = processes.start([*programs.AS_MODULE, "benchmarks.throughput.ceilings"], tmp_path / "output")
+    assert child.wait(60) == 2 and "name what to measure" in child.last_lines()
+    child = processes.start(["pwd"], tmp_path / "output")
+    assert child.wait(60) == 0 and child.last_lines() == str(tmp_path)
+
+
+def test_when_compiling_pays_says_after_which_start():
+    """If the first round has failed, it is not known for an empty cache."""
+    contestants = {"eager": throughput.summarize([round_of(100.0, 1.0)] * 3)}
+    contestants["lean"] = throughput.summarize([{"failed": "x", "speeds": []}] + [round_of(200.0, 9.0)] * 2)
+    result = {"script": "ppo", "contestants": contestants, **throughput.compare(contestants)}
+    cells = throughput.contestant_cells(result, "lean")
+    assert "- / 9.0" in cells and "- / 1,600" in cells

@@ -84,6 +84,7 @@ def check(options: Options) -> Options:
     check_known("device", devices, ["cpu", "cuda"])
     known = dict.fromkeys(path for device in devices for path in path_names(torch.device(device)))
     check_known("path", options.paths, list(known))
+    devices = [x for x in devices if paths_of(x, options)]  # NumPy and ONNX Runtime have none on a GPU
     if "cuda" in devices and not torch.cuda.is_available():
         fail("--devices cuda: PyTorch finds no CUDA device here")
     check_positive(options, "threads", "seconds", "timeout", "time_limit", "jobs")

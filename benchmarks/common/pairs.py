@@ -111,7 +111,6 @@ TABLE = {
         goal=(-1200, -250),
         learn_value=OFF_POLICY_VALUE | {"tau": 0.2, "autotune": False, "alpha": 1e-3, "total_timesteps": 600,
                                          "batch_size": 64},
-        most_lines=1476,  # networks, targets, a temperature, a replay buffer, bfloat16, transfers to and from a device
         most_changes=35,  # the critics are stacked
     ),
     "td3_continuous_action": Pair(

@@ -1,7 +1,9 @@
-"""Child processes that can't outlive their parent, with their resource usage as the kernel reports it."""
+"""Child processes that can't outlive their parent, and what they took, as the kernel reports it."""
 
+import contextlib
 import ctypes
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -10,7 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.common.programs import ROOT
+from benchmarks.common.programs import ROOT, fail
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 SCRIPT_MEMORY = 3 * 2**30  # bytes of host memory that a script training on a GPU may need
@@ -23,7 +25,10 @@ def free_slots(memory: int) -> int:
     The variable `MEMORY_GIB`, if set, replaces the system's figure for available memory, which can miss a limit.
     """
     if "MEMORY_GIB" in os.environ:
-        return max(1, int(float(os.environ["MEMORY_GIB"]) * 2**30) // memory)
+        try:
+            return max(1, int(float(os.environ["MEMORY_GIB"]) * 2**30) // memory)
+        except (ValueError, OverflowError):
+            fail(f"MEMORY_GIB={os.environ['MEMORY_GIB']}: it must be a number")
     if not Path("/proc/meminfo").exists():  # not Linux
         return 1
     lines = Path("/proc/meminfo").read_text().splitlines()
@@ -87,10 +92,18 @@ class Child(Started):
 
     process: subprocess.Popen
     usage: resource.struct_rusage | None = None
+    peak_memory: int = 0  # in KiB, of the process itself; 0 if unknown
+
+    def note_memory(self) -> None:
+        """Read the peak of its resident memory so far. The kernel's `ru_maxrss` counts that of its parent, too."""
+        with contextlib.suppress(OSError):  # it has ended, or this is not Linux
+            found = re.search(r"VmHWM:\s*(\d+)", Path(f"/proc/{self.process.pid}/status").read_text())
+            self.peak_memory = int(found[1]) if found else self.peak_memory
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal, or None while it runs."""
         if self.process.returncode is None:
+            self.note_memory()
             # Popen's own poll would discard the resource usage
             pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
             if pid:
@@ -131,15 +144,20 @@ class Child(Started):
         return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
     def resources(self) -> dict:
-        """Peak memory in MB of the largest of its processes, and cores in use on average."""
+        """Its peak memory in MiB, without that of processes which it started, and cores in use on average."""
         cpu_seconds = self.usage.ru_utime + self.usage.ru_stime
-        return {"peak_memory_mb": self.usage.ru_maxrss / 1024, "cores_used": cpu_seconds / max(self.seconds, 1e-9)}
+        return {"peak_resident_mb": self.peak_memory / 1024, "cores_used": cpu_seconds / max(self.seconds, 1e-9)}
 
 
 def start(
-    command: list[str], output: Path, cpus: set[int] | None = None, cwd: Path = ROOT, **environment: str
+    command: list[str], output: Path, cpus: set[int] | None = None, cwd: Path | None = None, **environment: str
 ) -> Child:
-    """Start a program in the folder `cwd`, with its output in a file, and only on `cpus` if they are given."""
+    """Start a program with its output in a file: in the folder `cwd`, or else in this one, so that paths in its flags
+    are those of the user; only on `cpus`, if they are given. It finds the modules of this repository.
+    """
+    paths = environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    if str(ROOT) not in paths.split(os.pathsep):
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), paths]))
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
     def prepare() -> None:

@@ -41,6 +41,8 @@ CLONES = {  # the folder of the scripts, the suffix of their names, flags
     "leanrl": (CLEANRL_PYTHON.parents[1] / "LeanRL" / "leanrl", SUFFIX, ("--compile",)),
 }
 PEERS = (*LIBRARIES, "rllib", *CLONES)
+# How a module of these is started. With -P, what lies in the folder of the user does not hide modules
+AS_MODULE = (sys.executable, "-P", "-m")
 
 
 def fail(message: str) -> NoReturn:
@@ -213,7 +215,7 @@ def command(script: str, variant: str) -> list[str]:
         flags += ("--cudagraphs",) * (variant == "leanrl" and "cudagraphs" in default_variants())  # its fastest on CUDA
         return clone_command(CLEANRL_PYTHON, folder / f"{script}{suffix}.py", script, *flags)
     if variant.removesuffix(AT_DEFAULTS) in LIBRARIES:
-        return [sys.executable, "-m", "benchmarks.throughput.peers", variant, script]
+        return [*AS_MODULE, "benchmarks.throughput.peers", variant, script]
     suffix, flags = VARIANTS[variant]
     return [sys.executable, str(SCRIPTS / f"{script}{suffix}.py"), *flags]
 

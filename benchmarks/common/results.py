@@ -296,7 +296,10 @@ def obstacles(source: dict, here: dict) -> list[str]:
 def is_changed(before: str, after: str) -> bool:
     """Whether the code of two commits differs, or may do so, as one of them is not in this repository."""
     command = ["git", "-C", str(ROOT), "diff", "--quiet", str(before), str(after), "--", *CODE]
-    return subprocess.run(command, capture_output=True).returncode != 0
+    try:
+        return subprocess.run(command, capture_output=True).returncode != 0
+    except OSError:  # there is no git
+        return True
 
 
 def say_written(out: Path, targets: Iterable[Target], *others: str) -> int:
@@ -312,17 +315,19 @@ def say_written(out: Path, targets: Iterable[Target], *others: str) -> int:
 
 @contextmanager
 def stoppable(kept: str) -> Iterator[None]:
-    """On Ctrl-C or SIGTERM, end the block by KeyboardInterrupt, and then the program, which says what is kept.
+    """On Ctrl-C, SIGTERM or SIGHUP, end the block by KeyboardInterrupt, and then the program, which says what is kept.
 
     tqdm's monitor thread is disabled, since it must not exist when the program forks.
     """
     tqdm.monitor_interval = 0
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    for signum in (signal.SIGINT, signal.SIGTERM, *([] if is_nohup else [signal.SIGHUP])):
         signal.signal(signum, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
-        print(f"\nstopped; {kept}", file=sys.stderr)
+        with suppress(OSError):  # of a terminal that has closed
+            print(f"\nstopped; {kept}", file=sys.stderr)
         raise SystemExit(130) from None
 
 

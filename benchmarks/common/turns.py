@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import processes
-from benchmarks.common.programs import num_cores
+from benchmarks.common.programs import AS_MODULE, num_cores
 
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # variables that PyTorch and NumPy obey
 BLOCKS = 10  # blocks of calls per contestant
@@ -169,7 +168,7 @@ def run_cases(
             own = {}
             for j, case in enumerate(cases[i : i + slots]):
                 rows, output, cache = (Path(folder, f"{j}.{kind}") for kind in ("jsonl", "out", "cache"))
-                command = [sys.executable, "-m", module, json.dumps(case | {"rows": str(rows)})]
+                command = [*AS_MODULE, module, json.dumps(case | {"rows": str(rows)})]
                 settings = compile_settings(cache, min(jobs, slots, len(cases)))
                 settings |= dict.fromkeys(THREADS, str(case["threads"]))
                 own[Contestant(command, output, settings)] = case, rows

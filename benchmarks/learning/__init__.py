@@ -1,6 +1,7 @@
 """What the scripts learn, over many seeds.
 
-- `sweep`: the command: trains scripts x variants x environments x seeds, and can be resumed after any interruption.
+- `sweep`: the command: trains scripts x variants x environments x seeds, and can be resumed after any interruption;
+  `cluster_runs` are its runs on a Ray cluster.
 - `tune`: the command: searches settings, or trains a population that changes them, with Ray Tune. `tune_space` defines
   the search spaces, `tune_trial` a trial, `tune_engine` drives Ray Tune, `tune_history` and `tune_progress` track the
   trials, `tune_report` reports at the end.

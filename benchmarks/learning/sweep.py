@@ -7,7 +7,7 @@ from scratch. With --ray-address the processes are spread over the nodes of a Ra
 in the same folders.
 
 Measures: what each run learns, and how long it takes; `./run.sh report --help` says how that is summarized.
-Takes: as long as the runs that it announces, divided by --jobs; at the defaults about an hour on two cores.
+Takes: as long as the runs that it announces, divided by --jobs; at the defaults one to four hours on two cores.
 Leaves: OUT/runs with a folder for each run, OUT/output, OUT/journal.jsonl and OUT/report.
 """
 
@@ -225,10 +225,10 @@ class Here:
         """All its runs have ended, and nothing else is open."""
 
 
-def where(options: Options) -> "Here | cluster_runs.Cluster":
+def where(options: Options, num_jobs: int) -> "Here | cluster_runs.Cluster":
     """The machine, or the machines, that the runs are started on."""
     if options.ray_address is None:
-        return Here(options.jobs)
+        return Here(min(options.jobs, num_jobs))
     return cluster_runs.Cluster(options.ray_address, options.cpus_per_run or 1.0, options.gpus_per_run or 0.0)
 
 
@@ -321,7 +321,8 @@ def main(options: Options) -> int:
     if not options.scripts and not options.resume:
         say_left_out()
     options = settled(options)
-    jobs, place = plan(options), where(options)
+    jobs = plan(options)
+    place = where(options, len(jobs))
     if not (options.out / "journal.jsonl").exists():
         refuse(jobs, options)
     journal = Journal(options.out / "journal.jsonl", settings_of(options), options.resume)

@@ -10,7 +10,8 @@ Takes: at the defaults about eleven hours on two cores, of which CartPole and Ac
 `--tasks ppo:CartPole-v1` takes 25 minutes. SAC and TD3 are measured only if named: reaching CleanRL's score takes them
 two days.
 Leaves: in --out one JSON file per task, rewritten after each seed, and time_to_score.md and time_to_score.png from all
-JSON files there. The same command goes on where it was stopped, if code and machine are the same.
+JSON files there. The same command goes on where it was stopped, if code and machine are the same and all
+code is committed.
 """
 
 import os

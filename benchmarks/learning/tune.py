@@ -52,7 +52,8 @@ POPULATIONS = ("pbt", "pb2")
 ORIGIN = "provenance.json"  # of the search: commit, versions and machine at its start
 REDUCTION = 3  # at each rung, ASHA lets one in this many trials continue
 INTERVALS_BY_DEFAULT = 10
-KEPT = ("seed", "run_dir", "resume", "override", "checkpoint_every", "env_id", "total_timesteps")  # no --flags
+# What --flags may not set, as tune does or as it would be another task
+KEPT = ("seed", "run_dir", "resume", "override", "checkpoint_every", "env_id", "total_timesteps")
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a trial that requests no GPU still sees all of them
@@ -134,7 +135,8 @@ class Search:
 def check_flags(options: Options, names: list[str]) -> None:
     """Refuse --flags that the script does not take, or that are searched."""
     words = split_flags(options.flags, refused=())
-    typed = {word.partition("=")[0].lstrip("-").replace("-", "_").removeprefix("no_") for word in words}
+    flags = [word.partition("=")[0].lstrip("-") for word in words if word.startswith("--")]
+    typed = {flag.replace("-", "_").removeprefix("no_") for flag in flags}
     for name in typed:
         if name in names:
             fail(f"--flags: {name} is searched")

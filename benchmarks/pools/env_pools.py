@@ -28,7 +28,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.common import plots, processes, runs, steady, turns
-from benchmarks.common.programs import ROOT, SCRIPTS, check_once, check_positive, fail
+from benchmarks.common.programs import AS_MODULE, ROOT, SCRIPTS, check_once, check_positive, fail
 from benchmarks.common.results import Target, describe, load_all, make_folder, provenance, say_written, stoppable, table
 from benchmarks.pools import models as pool_models
 from benchmarks.pools import peers as pool_peers
@@ -53,9 +53,10 @@ that takes no time of its own (`benchmarks/pools/models.py`); for first-ready po
 
 @dataclass
 class Options:
+    # what to measure
     parts: tuple[Literal["sleeping", "rllib", "overhead", "split", "killed"], ...] = (
         "sleeping", "rllib", "overhead", "split", "killed",
-    )  # what to measure  # fmt: skip
+    )  # fmt: skip
     sizes: tuple[int, ...] = SIZES  # numbers of sleeping environments, multiples of 6
     rounds: int = 4  # how often each contestant is measured
     seconds: float = 2.0  # duration of each measurement
@@ -214,7 +215,7 @@ def measure_split(options: Options) -> dict:
         flags = {"--env-id": SLOW_CARTPOLE, "--num-workers": "24", "--ready-batch": ready_batch}
         flags |= {"--num-steps": "128", "--num-minibatches": "24", "--total-timesteps": str(MANY)}
         words = [word for pair in flags.items() for word in pair]
-        program = [sys.executable, "-m", WATCHED, "sections", str(script), "--no-tensorboard", *words]
+        program = [*AS_MODULE, WATCHED, "sections", str(script), "--no-tensorboard", *words]
         with training(program, PYTHONPATH=str(ROOT)) as (child, folder):
             # The first rollout includes starting and compiling
             while (
@@ -338,8 +339,9 @@ def killed_section(result: dict) -> list[str]:
     text = f"""
 ## A worker killed every {KILL_EVERY} s
 
-PPO on {result["rows"][0]["env_id"]} by the defaults of the script; for a minute, a worker gets SIGKILL. A row is masked
-for each reset, of which there is one after each episode but those that end with the run, and for each death.
+PPO on {result["rows"][0]["env_id"]} by the defaults of the script; workers get SIGKILL for {result.get("minute", 60):g}
+s. A row is masked for each reset, of which there is one after each episode but those that end with the run, and for
+each death.
 """
     return [*text.strip().splitlines(), "", *table(header, cells), ""]
 
@@ -437,13 +439,15 @@ def main(options: Options) -> int:
     tasks |= {part: others[part] for part in options.parts if part in others}
     efforts = {name: {"rounds": options.rounds, "seconds": options.seconds} for name in tasks}
     efforts |= {"killed": {"minute": options.minute}} if "killed" in tasks else {}
-    targets = {name: Target(options.out / f"{name}.json", efforts[name]) for name in tasks}
+    own = {"killed": {"seeds": list(options.seeds)}}
+    targets = {name: Target(options.out / f"{name}.json", efforts[name], **own.get(name, {})) for name in tasks}
     before = {name: {"rows": []} | target.old for name, target in targets.items()}
     with stoppable(f"the parts that were finished before lie in {options.out}"):
         for name, task in tasks.items():
-            result = task(options) | efforts[name] | {"provenance": provenance()}
+            result = task(options) | efforts[name] | own.get(name, {}) | {"provenance": provenance()}
             old, new = (Counter(str(row.get("name", "a run")) for row in x["rows"]) for x in (before[name], result))
             targets[name].write(result, old <= new)
             text = write_summary(options.out)
     print(text)
-    return say_written(options.out, targets.values(), "env_pools.md", "env_pools.png")
+    figure = ["env_pools.png"] * (options.out / "env_pools.png").exists()
+    return say_written(options.out, targets.values(), "env_pools.md", *figure)

@@ -7,6 +7,7 @@
 - `device_use`: how busy a script keeps a GPU, and with what.
 - `gpu_speed`: the speed of a pair's variants within a minute or two; they take turns, the others frozen meanwhile.
 - `ladder`, `rungs`: the command: what each trick gains, from a plain loop to the compiled script.
+- `backends`: the command: which way to step environments is the fastest, and whether the scripts choose it.
 - `limits`: the command: how near the compiled scripts are to what the machine's parts, called alone, could do.
 - `parity`: whether the variants of a pair compute the same.
 """

@@ -8,7 +8,7 @@ many environments there are, so that the cost of learning per step is the same.
 Measures: steady environment steps/s of each way, and how close the script's default way comes to the fastest.
 Takes: at the defaults about 40 minutes.
 Leaves: in --out one JSON file per environment, and backends.md from all JSON files there; in a folder named after the
-CPU, if --out holds results of another one.
+GPU or CPU, if --out holds results of another machine.
 """
 
 import importlib

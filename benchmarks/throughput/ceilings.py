@@ -33,7 +33,7 @@ import numpy as np
 import tyro
 
 from benchmarks.common import processes
-from benchmarks.common.programs import check_known, environment_class, fail, load_script, make_envs
+from benchmarks.common.programs import AS_MODULE, check_known, environment_class, fail, load_script, make_envs
 
 SECTIONS = ("env", "policy", "learn", "rest")
 SECTION_OF = {
@@ -181,7 +181,7 @@ def step_envs(module: ModuleType, flags: list[str]) -> None:
 def runner_beside(module: ModuleType, flags: list[str], folder: Path) -> processes.Child:
     """Another process that steps as many environments, and ends with this one."""
     folder.mkdir(exist_ok=True)
-    words = [sys.executable, "-m", "benchmarks.throughput.ceilings", "env", module.__file__, *flags]
+    words = [*AS_MODULE, "benchmarks.throughput.ceilings", "env", module.__file__, *flags]
     words += ["--num-runners", "1", "--total-timesteps", str(2**60), "--run-dir", str(folder)]
     return processes.start(words, folder / "output.txt")
 

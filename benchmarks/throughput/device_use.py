@@ -21,7 +21,7 @@ import tyro
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import plots, processes, steady, turns
-from benchmarks.common.programs import command, endless_flags, load_script, num_cores
+from benchmarks.common.programs import AS_MODULE, command, endless_flags, load_script, num_cores
 from benchmarks.common.results import table, write_whole
 
 BIN = 0.02  # seconds per point of the plot
@@ -151,7 +151,7 @@ def measure(
         known = {}
         for script, variant in everyone[i : i + slots]:
             (_, path, *own), name = command(script, variant), folder / f"{script}.{variant}"
-            program = [sys.executable, "-m", __name__, path, f"{name}.json", str(seconds), *own]
+            program = [*AS_MODULE, __name__, path, f"{name}.json", str(seconds), *own]
             program += [*endless_flags(script, device), "--run-dir", str(name), *(more or [])]
             known[turns.Contestant(program, Path(f"{name}.out"), settings)] = script, variant, Path(f"{name}.json")
 

@@ -11,15 +11,16 @@ Leaves: in --out one JSON file per pair, and ladder.md and ladder.png from all J
 
 import itertools
 import json
-import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.common import plots, processes, turns
-from benchmarks.common.programs import check_known, check_once, check_positive, fail, often_logged
+from benchmarks.common import plots, processes, steady, turns
+from benchmarks.common.programs import AS_MODULE, check_known, check_once, check_positive, fail, often_logged
 from benchmarks.common.results import (
     Target,
     describe,
@@ -56,41 +57,51 @@ def check_rungs(script: str) -> dict[str, dict]:
     """For each rung, by its number, its deviation from the eager script; computed in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
-        program = [sys.executable, "-m", "benchmarks.throughput.rungs", "--check", script, str(result)]
+        program = [*AS_MODULE, "benchmarks.throughput.rungs", "--check", script, str(result)]
         child = processes.start(program, Path(folder, "output"), TORCHINDUCTOR_CACHE_DIR=str(Path(folder, "cache")))
         try:
             code = child.wait(CHECK_SECONDS)
         finally:
             child.kill()
+        if code is None:
+            fail(f"the rungs of {script} were not compared within {CHECK_SECONDS:g} s")
         if code != 0:
             fail(f"the rungs of {script} could not be compared: {child.last_lines(1)}")
         return json.loads(result.read_text())
 
 
-def measure(script: str, options: Options, bar: tqdm) -> dict:
-    """All rounds of the ladder of a pair."""
+def described(script: str, options: Options, env_id: str, deviations: dict, results: dict[str, list[dict]]) -> dict:
+    """The result of a pair: its rungs, what each gains, and how far its weights deviate."""
+    contestants = {name: throughput.summarize(own) for name, own in results.items()}
+    rungs = [trick.name for trick in LADDERS[script]]
+    of_to = [(b, a) for a, b in itertools.pairwise(range(len(rungs)))] + [(len(rungs) - 1, 0)]
+    both = [pair for pair in of_to if all("steps_per_second" in contestants[str(i)] for i in pair)]
+    ratios = [throughput.ratio(contestants, *map(str, pair)) for pair in both]
+    result = {"script": script, "env_id": env_id, "rungs": rungs, "deviations": deviations, "ratios": ratios}
+    result |= {"rounds": max(map(len, results.values())), "seconds": options.seconds}
+    return result | {"contestants": contestants, "provenance": provenance()}
+
+
+def measure(script: str, options: Options, bar: tqdm, on_round: Callable[[dict], None] = lambda _: None) -> dict:
+    """All rounds of the ladder of a pair; `on_round` gets the result so far after each."""
     bar.set_postfix_str(f"{script}: comparing all rungs")
-    deviations, limits = check_rungs(script), {"seconds": options.seconds, "timeout": options.timeout}
+    deviations, window = check_rungs(script), min(steady.WINDOW, options.seconds / 4)
+    limits = {"seconds": options.seconds, "window": window, "timeout": options.timeout}
     settings, tricks = throughput.Options(rounds=options.rounds, **limits), LADDERS[script]
     results, numbers, env_id = {str(i): [] for i in range(len(tricks))}, range(len(tricks)), "unknown"
     with tempfile.TemporaryDirectory() as caches:
         for turn, i in turns.in_turns(numbers, options.rounds):
             bar.set_postfix_str(f"{script}: {tricks[i].name}, round {turn + 1}")
-            program = [sys.executable, "-m", "benchmarks.throughput.rungs", script, str(i), "--seed", str(turn + 1)]
+            program = [*AS_MODULE, "benchmarks.throughput.rungs", script, str(i), "--seed", str(turn + 1)]
             cache = {"TORCHINDUCTOR_CACHE_DIR": str(Path(caches, str(i)))}
             program += ["--no-tensorboard", *often_logged(script)]
             measured, run = throughput.measure(program, settings, **cache)
             results[str(i)].append(measured)
             env_id = run.env_id if run.lines else env_id
             bar.update()
-    contestants = {name: throughput.summarize(own) for name, own in results.items()}
-    of_to = [(b, a) for a, b in itertools.pairwise(numbers)] + [(numbers[-1], 0)]
-    both = [pair for pair in of_to if all("steps_per_second" in contestants[str(i)] for i in pair)]
-    ratios = [throughput.ratio(contestants, *map(str, pair)) for pair in both]
-    rungs = [trick.name for trick in tricks]
-    result = {"script": script, "env_id": env_id, "rungs": rungs, "deviations": deviations, "ratios": ratios}
-    result |= {"rounds": options.rounds, "seconds": options.seconds}
-    return result | {"contestants": contestants, "provenance": provenance()}
+            if all(len(x) == turn + 1 for x in results.values()):
+                on_round(described(script, options, env_id, deviations, results))
+    return described(script, options, env_id, deviations, results)
 
 
 def rows(result: dict) -> list[list[str]]:
@@ -162,10 +173,10 @@ def main(options: Options) -> int:
     effort = {"rounds": options.rounds, "seconds": options.seconds}
     targets = {script: Target(options.out / f"{script}.json", effort, rungs=rungs[script]) for script in scripts}
     load_all(options.out, "rungs")
-    kept = f"the pairs that were finished before lie in {options.out}"
+    kept = f"the rounds that were finished before lie in {options.out}"
     with stoppable(kept), tqdm(total=total, unit="run") as bar:
         for script, target in targets.items():
-            result = measure(script, options, bar)
+            result = measure(script, options, bar, partial(target.write, is_whole=False))
             target.write(result, throughput.is_whole(result["contestants"]))
             text = write_summary(options.out)
     print(text)

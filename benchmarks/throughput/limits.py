@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from benchmarks.common import processes, stats, steady
 from benchmarks.common.programs import (
+    AS_MODULE,
     SCRIPTS,
     check_known,
     check_once,
@@ -70,7 +71,7 @@ compiled SAC and TD3 stack those of their critics. GFLOP/s are those of the prod
 
 @dataclass
 class Options:
-    scripts: tuple[str, ...] = DEFAULT  # pairs, by the name of the eager script
+    scripts: tuple[str, ...] = ()  # pairs, by the name of the eager script; by default PPO (continuous), DQN, SAC, TD3
     rounds: int = 5  # how often everything is measured
     seconds: float = 20.0  # seconds of steady running to measure of each compiled run
     timeout: float = 600.0  # seconds after which a run is ended, steady or not
@@ -199,7 +200,7 @@ def measured_calls(script: str, timeout: float) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--no-tensorboard", *same_phase(script), *often_logged(script), "--run-dir", f"{folder}/run"]
         path = SCRIPTS / f"{script}.py"
-        words = [sys.executable, "-m", "benchmarks.throughput.limits", str(path), f"{folder}/result", *flags]
+        words = [*AS_MODULE, "benchmarks.throughput.limits", str(path), f"{folder}/result", *flags]
         child = processes.start(words, Path(folder, "output"))
         try:
             child.wait(timeout)
@@ -212,9 +213,10 @@ def measured_calls(script: str, timeout: float) -> dict:
 
 def measure_round(script: str, options: Options, cache: Path, turn: int) -> tuple[dict, str]:
     """(microseconds per step of each part and of a compiled step, or `failed`; the environment's name, if known)."""
-    limits = throughput.Options(seconds=options.seconds, timeout=options.timeout)
+    window = min(steady.WINDOW, options.seconds / 4)
+    limits = throughput.Options(seconds=options.seconds, window=window, timeout=options.timeout)
     flags = ["--no-tensorboard", *same_phase(script), *often_logged(script), "--seed", str(turn + 1)]
-    program = [sys.executable, "-m", "benchmarks.throughput.ceilings", "env", str(SCRIPTS / f"{script}.py"), *flags]
+    program = [*AS_MODULE, "benchmarks.throughput.ceilings", "env", str(SCRIPTS / f"{script}.py"), *flags]
     alone = throughput.Options(seconds=max(options.seconds / 4, 2 * steady.WINDOW), timeout=options.timeout)
     env, _ = throughput.measure(program, alone, ("--total-timesteps", str(10**12)), learns=False)
     own, run = throughput.measure([*command(script, "compile"), *flags], limits, TORCHINDUCTOR_CACHE_DIR=str(cache))
@@ -301,8 +303,8 @@ def check(options: Options) -> None:
 
 def main(options: Options) -> int:
     check(options)
-    effort = {"rounds": options.rounds, "seconds": options.seconds}
-    targets = {script: Target(options.out / f"{script}.json", effort, script=script) for script in options.scripts}
+    effort, scripts = {"rounds": options.rounds, "seconds": options.seconds}, options.scripts or DEFAULT
+    targets = {script: Target(options.out / f"{script}.json", effort, script=script) for script in scripts}
     load_all(options.out, "limits")
     kept = f"the pairs that were finished before lie in {options.out}"
     with stoppable(kept), tqdm(total=options.rounds * len(targets), unit="round") as bar:

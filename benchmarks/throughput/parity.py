@@ -20,7 +20,7 @@ import torch
 import tyro
 
 from benchmarks.common import processes, runs, turns
-from benchmarks.common.programs import SCRIPTS, VARIANTS, load_script, num_cores
+from benchmarks.common.programs import AS_MODULE, SCRIPTS, VARIANTS, load_script, num_cores
 from benchmarks.common.results import write_whole
 
 TOLERANCE = 1e-3  # relative: kernels differ in the order of their sums, and updates build on each other
@@ -168,7 +168,7 @@ def compare_all(
         while (waiting or running) and time.perf_counter() < deadline:
             while waiting and len(running) < jobs:
                 script = waiting.pop(0)
-                program = [sys.executable, "-m", __name__, script, str(folder / f"{script}.json"), *variants]
+                program = [*AS_MODULE, __name__, script, str(folder / f"{script}.json"), *variants]
                 running[script] = processes.start([*program, "--", *flags], folder / f"{script}.out", **settings)
             time.sleep(0.2)
             ended = {script: child for script, child in running.items() if child.poll() is not None}

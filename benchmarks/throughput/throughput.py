@@ -13,10 +13,11 @@ already holds another machine's results, in a subfolder named after this machine
 
 import re
 import shutil
-import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -27,6 +28,7 @@ from tqdm import tqdm
 from benchmarks.common import plots, processes, runs, stats, steady, turns
 from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import (
+    AS_MODULE,
     CLONES,
     PEERS,
     SCRIPTS,
@@ -181,7 +183,7 @@ def summarize(results: list[dict]) -> dict:
     speeds = np.concatenate([result["speeds"] for result in good])
     low, median, high = np.quantile(speeds, [0.25, 0.5, 0.75]).tolist()
     summary |= {"steps_per_second": median, "quartiles": [low, high], "windows": len(speeds)}
-    summary["peak_memory_mb"] = max(result["peak_memory_mb"] for result in good)
+    summary["peak_resident_mb"] = max(result["peak_resident_mb"] for result in good)
     summary["cores_used"] = float(np.median([result["cores_used"] for result in good]))
     starts = [result["first_update_seconds"] if "failed" not in result else None for result in results]
     warm = [start for start in starts if start is not None][1:]
@@ -189,7 +191,10 @@ def summarize(results: list[dict]) -> dict:
 
 
 def ratio(contestants: dict[str, dict], of: str, to: str) -> dict:
-    """Ratio of two contestants' speeds over the rounds in which neither failed, with an interval from two rounds on."""
+    """Ratio of two contestants' speeds over the rounds in which neither failed, with an interval from two rounds on.
+
+    If there is no such round, it is that of their medians over different rounds, without an interval.
+    """
     rounds = zip(contestants[of]["rounds"], contestants[to]["rounds"], strict=False)  # on a GPU, one may have more
     both = [(own["speeds"], other["speeds"]) for own, other in rounds if "failed" not in own | other]
     medians = [tuple(map(np.median, speeds)) for speeds in both]
@@ -220,7 +225,7 @@ def compare(contestants: dict[str, dict]) -> dict:
 
 def measure_ceilings(script: str, contestants: dict[str, dict], options: Options, bar: tqdm, caches: Path) -> dict:
     """Speed of the environment alone, and for each variant the time of each part of its loop."""
-    program = [sys.executable, "-m", "benchmarks.throughput.ceilings"]
+    program = [*AS_MODULE, "benchmarks.throughput.ceilings"]
     base = ["--no-tensorboard", *same_phase(script), *often_logged(script)]
     bar.set_postfix_str(f"{script}: environment alone")
     endless = ("--total-timesteps", str(10**12))
@@ -261,8 +266,21 @@ def names_of(script: str, options: Options) -> list[str]:
     return [*(options.variants or default_variants()), *(peer for peer in options.peers if peer in peers_of(script))]
 
 
-def measure_script(script: str, options: Options, bar: tqdm) -> dict:
-    """Run all rounds of one script, its variants and peers; returns the results and what is derived from them."""
+def described(script: str, options: Options, env_id: str, contestants: dict[str, dict], versions: dict) -> dict:
+    """The result of a script: its contestants, what is derived from them, and how they were measured."""
+    rounds = max(len(x["rounds"]) for x in contestants.values())
+    result = {"script": script, "env_id": env_id, "flags": options.flags, "rounds": rounds}
+    result |= {"seconds": options.seconds, "window_seconds": options.window}
+    result |= {"contestants": contestants, **compare(contestants)}
+    result |= {"differences": peers.differences(script, list(contestants)), "peer_versions": versions}
+    return result | {"published": getattr(TABLE.get(script), "leanrl", None) or None, "provenance": provenance()}
+
+
+def measure_script(script: str, options: Options, bar: tqdm, on_round: Callable[[dict], None] = lambda _: None) -> dict:
+    """Run all rounds of one script, its variants and peers; returns the results and what is derived from them.
+
+    `on_round` gets the result so far after each round.
+    """
     names, env_id = names_of(script, options), "unknown"
     results, versions = {name: [] for name in names}, {}  # versions: of peers with a virtual environment of their own
     flags = ["--no-tensorboard", *same_phase(script), *often_logged(script)]
@@ -278,6 +296,9 @@ def measure_script(script: str, options: Options, bar: tqdm) -> dict:
             if name == "rllib" or name in CLONES:
                 versions[name] = run.config.get("versions", {})
             bar.update()
+            if all(len(x) == i + 1 for x in results.values()):
+                so_far = {name: summarize(results[name]) for name in names}
+                on_round(described(script, options, env_id, so_far, versions))
         contestants = {name: summarize(results[name]) for name in names}
         whole = {name: [] for name in names if options.whole_steps}
         for i, name in turns.in_turns(list(whole), options.whole_rounds):
@@ -286,22 +307,14 @@ def measure_script(script: str, options: Options, bar: tqdm) -> dict:
             bar.update()
         for name in whole:
             contestants[name]["whole"] = summarize_whole(whole[name])
-        result = {"script": script, "env_id": env_id, "flags": options.flags, "rounds": options.rounds}
-        result |= {
-            "seconds": options.seconds,
-            "window_seconds": options.window,
-            "contestants": contestants,
-            **compare(contestants),
-        }
-        result["differences"] = peers.differences(script, names)
-        result["peer_versions"] = versions
+        result = described(script, options, env_id, contestants, versions)
         if options.ceilings:
             result["ceilings"] = measure_ceilings(script, contestants, options, bar, caches)
             if gpu_model():
                 result["device_use"] = measure_device_use(script, contestants, options, bar)
     finally:
         shutil.rmtree(caches, ignore_errors=True)
-    return result | {"published": getattr(TABLE.get(script), "leanrl", None) or None, "provenance": provenance()}
+    return result
 
 
 def peer_columns(result: dict) -> tuple[str, ...]:
@@ -322,7 +335,8 @@ def contestant_cells(result: dict, name: str) -> list[str]:
     to.append(estimate(ratios["eager"]["ratio"], ratios["eager"]["interval"], ".2f") if "eager" in ratios else "-")
     starts = " / ".join("-" if x is None else f"{x:.1f}" for x in (own["cold_seconds"], own["warm_seconds"]))
     steps = result["break_even_steps"].get(name, {})
-    even = " / ".join("never" if x is None else f"{x:,.0f}" for x in steps.values()) or "-"
+    known = {cache: "never" if x is None else f"{x:,.0f}" for cache, x in steps.items()}
+    even = " / ".join(known.get(cache, "-") for cache in ("cold", "warm")) if known else "-"
     ends = ratios["eager"]["interval"] if steps else None
     if steps and not (ends and not ends[0] <= 1 <= ends[1]):
         even = "open"  # whether it is faster at all
@@ -331,7 +345,8 @@ def contestant_cells(result: dict, name: str) -> list[str]:
     cells = [plots.label(name), estimate(own["steps_per_second"], own["quartiles"], ",.0f"), speed, *to, starts, even]
     if result["script"].endswith("_ray"):  # the usage of Ray's workers is not seen
         return [*cells, "-", "-"]
-    return [*cells, f"{own['peak_memory_mb']:,.0f}", f"{own['cores_used']:.1f}"]
+    peak = own.get("peak_resident_mb")  # what results of before December 2026 have counted the harness's own memory
+    return [*cells, f"{peak:,.0f}" if peak else "-", f"{own['cores_used']:.1f}"]
 
 
 def ceiling_cells(result: dict, name: str) -> list[str]:
@@ -468,7 +483,7 @@ def main(options: Options) -> int:
     runs_of_each = options.rounds + options.whole_rounds * (options.whole_steps > 0)
     total = sum(len(names_of(script, options)) for script in scripts) * runs_of_each
     total += len(scripts) * options.ceilings * (variants + 1)
-    kept = f"the scripts that were finished before lie in {options.out}"
+    kept = f"the rounds that were finished before lie in {options.out}"
     paths = {script: options.out / f"{file_name(script, options)}.json" for script in scripts}
     own = {script: {"contestants": names_of(script, options), "flags": options.flags} for script in scripts}
     effort = {"rounds": options.rounds, "seconds": options.seconds}
@@ -485,7 +500,7 @@ def main(options: Options) -> int:
             fail(f"{target.path} has {', and '.join(more)}: give another --out, or move it away")
     with stoppable(kept), tqdm(total=total, unit="run") as bar:
         for script, target in targets.items():
-            result = measure_script(script, options, bar)
+            result = measure_script(script, options, bar, partial(target.write, is_whole=False))
             target.write(result, is_whole(result["contestants"]) and has_ceilings(result))
             text = write_summary(options.out)
     print(text)

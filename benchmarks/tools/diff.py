@@ -59,8 +59,12 @@ def place_of(lines: list[str], index: int) -> str:
 
 def read_code(path: Path) -> list[str]:
     """The lines of a script above the rule; those up to the end of its docstring are blanked."""
-    lines, docstring = path.read_text().partition("\n# ---- ")[0].splitlines(), ast.parse(path.read_text()).body[0]
-    return [""] * docstring.end_lineno + lines[docstring.end_lineno :]
+    try:
+        tree = ast.parse(path.read_text())
+    except (SyntaxError, ValueError) as error:
+        fail(f"{path}: {error}")
+    end = tree.body[0].end_lineno if ast.get_docstring(tree) else 0
+    return [""] * end + path.read_text().partition("\n# ---- ")[0].splitlines()[end:]
 
 
 def hunks(eager: Path, compiled: Path) -> list[Hunk]:

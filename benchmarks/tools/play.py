@@ -33,7 +33,8 @@ def load_run(folder: Path, script: Path | None = None) -> tuple[ModuleType, obje
     path = script or SCRIPTS / name
     if not path.is_file():
         fail(f"there is no script {path}, whose run this is; name a copy of it with --script PATH")
-    if config.get("blob") not in (None, git("hash-object", str(path.resolve())) or None):
+    blob = git("hash-object", str(path.resolve()))  # empty where there is no git
+    if blob and config.get("blob") not in (None, blob):
         print(f"note: {path} is not the file that trained this run, or has changed: see --script", file=sys.stderr)
     module = load_script(path)
     if not hasattr(module, "load_policy"):
