@@ -382,7 +382,7 @@ def train(args: Args) -> Path:
         seen = run.step
 
         # Learn. All the samples that the new transitions allow, before more transitions are collected
-        while owed >= 1 and (batch := replay.sample(int(owed))):
+        while owed >= 1 and (batch := replay.next_batch(int(owed))):
             losses, error = update(*batch)
             replay.write_back(error)  # takes effect after the next draw
             run.num_updates, owed = run.num_updates + 1, owed - 1
@@ -1764,7 +1764,7 @@ class Replay:
         self.at_once = min(self.AT_ONCE, max(1, 2**26 // size))  # no more than 64 MiB of observations
         self.batches, self.errors, self.place, self.late = deque(), [], None, None
 
-    def sample(self, count: int) -> tuple[Tensor, ...] | None:
+    def next_batch(self, count: int) -> tuple[Tensor, ...] | None:
         """A batch for `update`, on the device; up to `count` are drawn together. None if the replay is empty."""
         if not self.batches:
             self.place, rows = self.draw(min(count, self.at_once))

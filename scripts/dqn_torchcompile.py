@@ -192,7 +192,7 @@ def train(args: Args) -> Path:
     # A resumed run whose replay buffer was not saved refills it before it learns
     first_update = args.learning_starts + (0 if args.save_replay else run.step)
     while run.goes_on():
-        steps = []  # until an update is due; one at least, even if a signal has just come
+        steps = []  # until an update is due, to be stored in one copy; one at least, even if a signal has just come
         while not steps or (run.goes_on() and run.step < (run.num_updates + 1) * args.train_frequency):
             # Act, with probability epsilon at random. Where all do that, as at the start of a run, no values are needed
             epsilon = linear_schedule(args.epsilon_start, args.epsilon_end, exploration_steps, run.step)

@@ -360,7 +360,7 @@ def test_errors_find_their_transitions_again():
     numbers = {tuple(obs): leaf for leaf, obs in enumerate(shard.fragments.read(leaves)[1])}
     expected = np.ones(320)
     for batch in range(4):
-        obs, *_ = replay.sample(100)
+        obs, *_ = replay.next_batch(100)
         assert len(obs) == 8 and (shard.tree[leaves] == 1).all()
         error = np.arange(8.0) + 10 * (batch + 1)
         if batch < 2:
@@ -397,7 +397,7 @@ def test_replay_is_restored_whole(train):
 def test_priorities_are_errors_whatever_their_weight(train, monkeypatch):
     """Absolute temporal differences; also one of zero is a priority, if the least."""
     seen = {"errors": []}
-    open_run, write_back, sample = SCRIPT.Run.open, SCRIPT.LocalReplay.write_back, SCRIPT.LocalReplay.sample
+    open_run, write_back, sample = SCRIPT.Run.open, SCRIPT.LocalReplay.write_back, SCRIPT.LocalReplay.next_batch
 
     def note_networks(run, runners, **parts):
         seen["networks"] = parts["network"], parts["target_network"]
@@ -418,7 +418,7 @@ def test_priorities_are_errors_whatever_their_weight(train, monkeypatch):
         write_back(replay, error)
 
     monkeypatch.setattr(SCRIPT.Run, "open", note_networks)
-    monkeypatch.setattr(SCRIPT.LocalReplay, "sample", note_batch)
+    monkeypatch.setattr(SCRIPT.LocalReplay, "next_batch", note_batch)
     monkeypatch.setattr(SCRIPT.LocalReplay, "write_back", note_errors)
     train(importance_exponent=1.0)
     assert len(seen["errors"]) > 50
@@ -452,7 +452,7 @@ def test_run_is_reproduced_to_the_last_bit(train, name):
 def test_updates_descend_the_weighted_error(train, monkeypatch, double_dqn):
     """In float64, each of the last ones; the target network is some updates behind."""
     script, steps, now, differ = load(in_float64(EAGER)), [], {}, []
-    open_run, sample, step = script.Run.open, script.LocalReplay.sample, script.Adam.step
+    open_run, sample, step = script.Run.open, script.LocalReplay.next_batch, script.Adam.step
 
     def note_networks(run, runners, **parts):
         now["networks"] = parts["network"], parts["target_network"]
@@ -467,7 +467,7 @@ def test_updates_descend_the_weighted_error(train, monkeypatch, double_dqn):
         step(optimizer, gradients)
 
     monkeypatch.setattr(script.Run, "open", note_networks)
-    monkeypatch.setattr(script.LocalReplay, "sample", note_batch)
+    monkeypatch.setattr(script.LocalReplay, "next_batch", note_batch)
     monkeypatch.setattr(script.Adam, "step", note_step)
     train(in_float64(EAGER), double_dqn=double_dqn, learning_rate=1e-2, target_network_frequency=30)
     for gradients, (obs, next_obs, rows), network, target_network in steps[-40:]:
@@ -787,7 +787,7 @@ def test_a_shard_that_has_not_started_keeps_nobody_waiting(two_shards):
     for i in range(4, 7):
         replay.add(fragment(i))
     assert replay.num_given == {0: 0, 1: 5}
-    assert replay.sample(1) is not None and {index for index, _ in replay.asked} == {1} and not waited
+    assert replay.next_batch(1) is not None and {index for index, _ in replay.asked} == {1} and not waited
     late.clear()
     for i in range(7, 10):
         replay.add(fragment(i))
@@ -816,9 +816,9 @@ def test_a_lost_answer_is_not_a_lost_fragment(two_shards):
     replay = two_shards(get=getting_but(lost), kill=lambda _: None)
     for i in range(4):
         replay.add(fragment(i))
-    assert replay.sample(1) is not None
+    assert replay.next_batch(1) is not None
     lost.extend(reference for index, reference in replay.asked if index == 0)
-    assert lost and all(replay.sample(1) is not None for _ in range(4))
+    assert lost and all(replay.next_batch(1) is not None for _ in range(4))
     assert replay.num_lost == 0 and replay.num_given == {0: 2, 1: 2}
     replay.bury(0, RuntimeError("its machine died"))
     assert replay.num_lost == 2 * replay.fragment_size
@@ -901,7 +901,7 @@ def test_shards_take_turns_and_each_gets_the_errors_of_its_own(two_shards):
     assert [sorted({*x.fragments.obs[..., 0].ravel()}) for x in shards] == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
     drawn, pending, expected = [], None, [np.ones(160) for _ in range(2)]
     for number in range(1, 21):
-        obs = replay.sample(1)[0].numpy()
+        obs = replay.next_batch(1)[0].numpy()
         (shard,) = {*(obs[:, 0] % 2).astype(int)}
         leaf = (obs[:, 0] // 2 * 32 + obs[:, 1] // 10 * 4 + obs[:, 1] % 10).astype(int)
         replay.write_back(torch.full((64,), 10.0 * number))
