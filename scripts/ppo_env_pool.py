@@ -1444,7 +1444,13 @@ class Run:
 
             self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if self.args.resume else None)
 
-    def on_signal(self, signum: int, _frame) -> None:
+    def on_signal(self, signum: int, frame) -> None:
+        while frame is not None and frame.f_code.co_filename != self.on_signal.__code__.co_filename:
+            frame = frame.f_back
+        if frame is None:  # an error has ended `train`, as in a notebook: the signal is for what runs now
+            signal.signal(signum, self.handlers[signum])
+            signal.raise_signal(signum)
+            return
         self.stopped_by = signum
         signal.signal(signum, signal.SIG_DFL)
         for stream in self.terminals if signum == signal.SIGHUP else ():  # has gone: to write to it is an error
@@ -1549,10 +1555,15 @@ class Run:
 
     def close(self, error: str | None = None) -> Path:
         """End the run: save, and say how it went; returns its folder. After an error or a signal, end the program."""
-        if self.step > self.logged_step:
-            self.log({})
-        if self.step > self.saved_step:
-            self.save()
+        try:
+            if self.step > self.logged_step:
+                self.log({})
+            if self.step > self.saved_step:
+                self.save()
+        except SystemExit:
+            if error:  # which came first
+                print(f"error: {error}", file=sys.stderr)
+            raise
         self.envs.close()
         self.bar.close()
         self.file.close()

@@ -959,3 +959,29 @@ def test_metrics_without_names_are_refused(train, monkeypatch, capsys, name):
     with pytest.raises(SystemExit) as end:
         train(name)
     assert end.value.code == 2 and "but METRICS makes" in capsys.readouterr().err
+
+
+@each_script
+def test_a_failed_save_does_not_hide_why_the_run_ended(train, monkeypatch, capsys, name):
+    """An environment breaks, and then the disk is full: both are said."""
+
+    def save(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tiny_envs, "EVENT", "nan_obs@203")
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(SystemExit) as end:
+        train(name, checkpoint_every=10**6)
+    assert "No space left" in end.value.code and "NaN or infinite" in capsys.readouterr().err
+
+
+@each_script
+def test_after_an_error_in_a_notebook_signals_are_not_the_runs(train, monkeypatch, name):
+    """A first Ctrl-C would do nothing, and a second one end the notebook."""
+    script = load(name)
+    monkeypatch.setattr(script.Run, "goes_on" if not on_policy(name) else "stop_if_asked", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(name)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
