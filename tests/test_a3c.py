@@ -143,6 +143,19 @@ def test_the_mean_of_gradients_is_that_of_the_joined_batch(in_double, env_id):
     assert 20 < joined[0] < 48
 
 
+@BOTH_KINDS
+def test_losses_in_the_log_are_those_of_their_names(in_double, env_id):
+    runner = in_double.Runner(in_double.Args(**SMALL | {"env_id": env_id}), [1, 2])
+    obs, action, rows = made_up(np.random.default_rng(1), runner.agent.is_discrete)
+    sums = runner.gradient(obs, action, rows)
+    with torch.no_grad():
+        output, value = runner.agent(obs.flatten(0, 1))
+    output, value, (reward, *ends) = output.view(9, 2, -1)[:-1], value.view(9, 2), rows.unbind(2)
+    advantage, valid = in_double.n_step_advantage(reward, value, *ends, GAMMA), ends[2]
+    parts = -runner.agent.log_prob(output, action) * advantage, 0.5 * advantage.square(), runner.agent.entropy(output)
+    torch.testing.assert_close(sums[-3:], torch.stack([(x * valid).sum() for x in parts]).detach())
+
+
 def test_rewards_are_cut_down_to_learn(in_double):
     """The gradient is that of a fragment whose rewards were cut down before; without the setting it is another."""
     rng, gradients = np.random.default_rng(1), []

@@ -246,7 +246,7 @@ def test_rewards_are_cut_down_to_learn():
 
 def test_returns_in_the_log_are_those_of_environments_that_hardly_explore():
     """Of four, the last two do so by less than 1 %; the returns of the others have a name of their own."""
-    args = arguments(env_id="tiny_envs:Choose-v0", fragment_steps=200)
+    args = arguments(env_id="tiny_envs:Choose-v0", fragment_steps=200, epsilon_base=0.28)  # 0.28, 0.014, 7e-4, 4e-5
     runner, expected = SCRIPT.Runner(args, [1, 2, 3, 4]), ([], [])
     total, step = np.zeros(4), runner.envs.step
 
@@ -409,7 +409,10 @@ def test_priorities_are_errors_whatever_their_weight(train, monkeypatch):
             action, total, discount, _ = rows.unbind(1)
             with torch.no_grad():
                 best = target(next_obs).gather(1, network(next_obs).argmax(1, keepdim=True)).squeeze(1)
-                seen["expected"] = (total + discount * best - network(obs)[range(len(obs)), action.long()]).abs()
+                values = network(obs)
+            seen["q_values"] = values[range(len(obs)), action.long()]
+            seen["expected"] = (total + discount * best - seen["q_values"]).abs()
+            seen["weight"] = rows[:, 3]
         return batch
 
     def note_errors(replay, error):
@@ -420,8 +423,11 @@ def test_priorities_are_errors_whatever_their_weight(train, monkeypatch):
     monkeypatch.setattr(SCRIPT.Run, "open", note_networks)
     monkeypatch.setattr(SCRIPT.LocalReplay, "next_batch", note_batch)
     monkeypatch.setattr(SCRIPT.LocalReplay, "write_back", note_errors)
-    train(importance_exponent=1.0)
+    line = train(importance_exponent=1.0).lines[-1]
     assert len(seen["errors"]) > 50
+    loss = 0.5 * (seen["weight"] * seen["expected"].square()).mean()
+    for name, value in ("td_loss", loss), ("q_values", seen["q_values"].mean()), ("td_error", seen["expected"].mean()):
+        assert line[f"losses/{name}"] == pytest.approx(value.item(), rel=1e-4), name
     replay = filled(10)
     place, *_ = replay.fragments.read(np.arange(320))
     replay.prioritize(place, np.zeros(320))
@@ -484,6 +490,13 @@ def test_updates_descend_the_weighted_error(train, monkeypatch, double_dqn):
             torch.testing.assert_close(found, x, rtol=1e-6, atol=1e-9)
         assert rows[:, 3].unique().numel() > 1
     assert any(differ)
+
+
+def test_gradients_are_clipped_by_the_setting(train, monkeypatch):
+    clip, given = SCRIPT.clip, set()
+    monkeypatch.setattr(SCRIPT, "clip", lambda x, max_norm: (given.add(max_norm), clip(x, max_norm))[1])
+    train(max_grad_norm=0.3)
+    assert given == {0.3}
 
 
 @pytest.mark.parametrize("settings", [{}, OTHER], ids=["defaults", "other"])

@@ -9,7 +9,6 @@ import pytest
 from matplotlib.image import imread
 
 from benchmarks.common import results, stats
-from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import ROOT, SCRIPTS, load_script, pairs
 from benchmarks.common.results import Target, machine_folder, machine_of, provenance
 from benchmarks.learning import report, time_to_score
@@ -72,17 +71,16 @@ def test_figures_of_the_readme_are_those_of_the_results():
         (said,) = re.findall(pattern, text)
         (ratio,) = [x["ratio"] for x in read(name)["ratios"] if (x["of"], x["to"]) == (ours, theirs)]
         assert said == f"{ratio:.{len(said.partition('.')[2])}f}", pattern
-    ratios = {name: beside(ZEN_4, name, "sbx") for name in pairs()}
-    eager, compiled = ({name: x[i] for name, x in ratios.items() if x} for i in range(2))
-    lowest, highest = min(compiled, key=compiled.get), max(compiled, key=compiled.get)
-    assert (lowest[:3], highest[:3]) == ("td3", "ppo") and eager["sac_continuous_action"] < 1
-    found = f"are {compiled[lowest]:.1f} (TD3) to {compiled[highest]:.1f} (PPO) times as fast as SBX, and "
-    assert found in text and "Eager SAC is slower than SBX." in text
-    cloned = [name for name in pairs() if "leanrl" in TABLE[name].clones]
-    compiled = {name: beside(ZEN_4, f"{name}_beside_cleanrl", "leanrl")[-1] for name in cloned}
-    lowest, highest = min(compiled, key=compiled.get), max(compiled, key=compiled.get)
-    assert (lowest[:3], highest[:3], len(compiled)) == ("td3", "dqn", 4)
-    assert f"and {compiled[lowest]:.1f} (TD3) to {compiled[highest]:.1f} (DQN) times as fast as LeanRL, " in text
+    for peer, suffix, count in ("CleanRL", "_beside_cleanrl", 5), ("SBX", "", 5), ("LeanRL", "_beside_cleanrl", 4):
+        both = {name: beside(ZEN_4, f"{name}{suffix}", peer.lower()) for name in pairs()}
+        compiled = {name: x[-1] for name, x in both.items() if x}
+        ends = [f"{compiled[end]:.1f} ({end[:3].upper()})" for end in sorted(compiled, key=compiled.get)[:: count - 1]]
+        assert f"{ends[0]} to {ends[1]} times as fast as {peer}, " in text and len(compiled) == count
+    assert "Eager TD3 is no faster than CleanRL, eager SAC slower than SBX." in text
+    assert beside(ZEN_4, "sac_continuous_action", "sbx")[0] < 1
+    known = read(f"{ZEN_4}/td3_continuous_action_beside_cleanrl")["ratios"]
+    (ends,) = [x["interval"] for x in known if (x["of"], x["to"]) == ("eager", "cleanrl")]
+    assert ends[0] < 1 < ends[1]
     speeds = {x["script"]: x["contestants"] for x in read("gpu/speed")}
     said = re.findall(r"with CUDA graphs made ([\d,]+) \(SAC\), ([\d,]+) \(TD3\) and ([\d,]+) \(DQN\) steps/s", text)
     names = ("sac_continuous_action", "td3_continuous_action", "dqn")
@@ -437,10 +435,14 @@ def test_bars_are_bounds_as_cells_are(monkeypatch):
 
 
 def test_the_time_in_the_overview_is_the_longest_that_all_runs_have():
+    """Of scores that CleanRL publishes, if there is one."""
     run = {"seed": 1, "seconds": 10.0, "reached": True, "steps": 1}
-    short, long = ({"contestants": {"eager": [run | {"seconds": x}] * 2}} for x in (10.0, 20.0))
-    bound = {"contestants": {"eager": [run | {"seconds": 99.0}, run | {"seconds": 99.0, "reached": False}]}}
-    assert max([short, long, bound], key=readme.longest) is long and max([bound], key=readme.longest) is bound
+    cartpole = {"script": "ppo", "env_id": "CartPole-v1"}
+    short, long = (cartpole | {"contestants": {"eager": [run | {"seconds": x}] * 2}} for x in (10.0, 20.0))
+    own = long | {"env_id": "Pendulum-v1", "contestants": {"eager": [run | {"seconds": 50.0}] * 2}}
+    bound = cartpole | {"contestants": {"eager": [run | {"seconds": 99.0}, run | {"seconds": 99.0, "reached": False}]}}
+    for best, found in ((long, [short, long, own, bound]), (own, [own, bound]), (bound, [bound])):
+        assert max(found, key=readme.rank) is best
 
 
 def test_whole_runs_are_shown_by_machine_in_seconds():
@@ -462,3 +464,16 @@ def test_whole_runs_are_shown_by_machine_in_seconds():
         "| `sac`, CartPole-v1 | 2,000 | - | - | 3 | - |",
     ]
     assert not readme.whole_runs([result("dqn")])
+
+
+def test_lengths_of_scripts_in_the_readme_are_theirs():
+    """Above the rule, and below it; and what the compiled files have more."""
+    text, parts = " ".join((ROOT / "README.md").read_text().split()), {}
+    for path in SCRIPTS.glob("*.py"):
+        above, _, below = path.read_text().partition("\n# ---- Plumbing")
+        parts[path.stem] = above.count("\n") + 1, below.count("\n")
+    least, most = (sorted(x)[:: len(x) - 1] for x in zip(*parts.values(), strict=True))
+    (said,) = re.findall(r"in (\d+) to (\d+) lines: .* Below are (\d+) to ([\d,]+) lines of plumbing", text)
+    assert [int(x.replace(",", "")) for x in said] == [*least, *most]
+    more = [below - parts[name.removesuffix("_torchcompile")][1] for name, (_, below) in parts.items() if "_t" in name]
+    assert "compiled files add some 300, mostly checks" in text and all(250 < x < 350 for x in more)

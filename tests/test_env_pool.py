@@ -241,6 +241,16 @@ def test_death_at_rest_is_found_by_the_next_action(make_pool, monkeypatch):
 
 
 @pytest.mark.slow
+def test_each_replacement_of_a_worker_has_seeds_of_its_own(make_pool):
+    """After each of three deaths its two environments begin otherwise than all before."""
+    pool = make_pool("Task-v0", 2, 2)
+    seen = [*pool.reset()]
+    for _ in range(3):
+        rows, _ = exchange(pool, {0: DIE, 1: QUICK, 2: QUICK, 3: QUICK}, 4)
+        seen += [rows[0][0], rows[1][0]]
+    assert len(np.unique(np.stack(seen), axis=0)) == 4 + 3 * 2
+
+
 def test_a_replaced_worker_leaves_no_open_file(make_pool):
     pool, counts = make_pool("Task-v0", 2), []
     for _ in range(3):

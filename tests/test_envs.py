@@ -124,6 +124,16 @@ def test_each_environment_starts_by_its_own_seed(make, env_id, backend):
     assert len(np.unique(np.concatenate([first, other]), axis=0)) == 6
 
 
+@pytest.mark.parametrize("backend", [IN_PROCESS, ENVPOOL], ids=["in process", "EnvPool"])
+def test_seeds_need_not_be_in_a_row(backend):
+    found = []
+    for seeds in ([7, 3, 90], [90, 7, 3]):
+        envs = ENVS.Envs(ENVS.Args(env_id="Pendulum-v1", num_envs=3, **backend), seeds)
+        found.append(envs.reset().copy())
+        envs.close()
+    np.testing.assert_array_equal(found[0][[2, 0, 1]], found[1])
+
+
 def test_backend_by_itself():
     backends = [ENVS.choose_backend("CartPole-v1", "auto", in_process) for in_process in (True, False)]
     assert backends == ["gymnasium", "envpool"]

@@ -149,6 +149,42 @@ def test_each_update_is_a_step_down_the_loss(env_id):
         assert not stretches and resets > 2
 
 
+def test_losses_in_the_log_are_means_over_the_last_stretch():
+    """By the weights before its update."""
+    name = in_float64(EAGER)
+    script = load(name)
+    with helpers.default_type_of(name):
+        args = script.Args(**SMALL | {"batch_updates": 2, "gamma": GAMMA, "rho_bar": 1.1, "c_bar": 0.9})
+        runner = script.Runner(args, [1, 2])
+        with runners_of(script, args) as runners:
+            older = script.get_weights(agent_with(script, runners, 1.3))
+        torch.manual_seed(1)
+        agent, optimizer, learn = script.make_learner(args, *runners.spaces, torch.device("cpu"))
+        step, seen, stretches = optimizer.step, [], []
+
+        def note(gradients):
+            obs, action, rows = stretches.pop(0)
+            with torch.no_grad():
+                output, value = agent(obs.flatten(0, 1))
+                output, value = output.view(*obs.shape[:2], -1)[:-1], value.view(obs.shape[:2])
+                log_prob, entropy = agent.log_prob(output, action), agent.entropy(output)
+            reward, *ends, acted = rows.unbind(2)
+            rollout, log_ratio = [reward.numpy(), *(x.numpy() == 1 for x in ends)], log_prob - acted
+            found = naive_vtrace(log_ratio.numpy(), rollout[0], value.numpy(), rollout, args.rho_bar, args.c_bar)
+            (target, advantage), ratio = map(torch.from_numpy, found), log_ratio.exp()
+            parts = [-log_prob * advantage, 0.5 * (value[:-1] - target).square(), entropy, ratio - 1 - log_ratio]
+            seen.append(torch.stack([x[ends[2] == 1].mean() for x in (*parts, ratio.clamp(max=args.rho_bar))]))
+            step(gradients)
+
+        with mock.patch.object(optimizer, "step", note):
+            for _ in range(3):
+                fragment = runner.sample(0, older)[1]
+                obs, action, rows = map(torch.tensor, fragment)
+                stretches += [(obs[i : i + 9], action[i : i + 8], rows[i : i + 8]) for i in (0, 8)]
+                torch.testing.assert_close(learn([fragment]), seen[-1], rtol=1e-7, atol=1e-10)
+        assert seen[-1][3] > 1e-4 and seen[-1][4] < 1
+
+
 def test_a_reset_may_be_the_first_row_of_a_fragment():
     """After one whose last row ended an episode."""
     runner, found, before = SCRIPT.Runner(SCRIPT.Args(**SMALL | {"fragment_steps": 3}), [1, 2]), 0, np.zeros(2)
@@ -339,6 +375,7 @@ def test_runners_act_by_the_weights_of_their_version(num_runners):
         agents, seen = [agent_with(SCRIPT, runners, 1 + i) for i in range(4)], set()
         for version, agent in enumerate(agents):
             runners.publish(version, SCRIPT.get_weights(agent))
+            assert not num_runners or runners.pending == [2]  # it works on one, and can begin the next
             reports = []
             with mock.patch.object(runners, "note", reports.append):
                 _, fragments = runners.collect(4, 1)

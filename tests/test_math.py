@@ -242,6 +242,13 @@ def test_numpy_mlp_is_the_module_and_follows_it(activation):
                 p.mul_(1.5).add_(0.1)
 
 
+def test_returns_are_added_up_in_float64():
+    """In float32, 2**24 + 1 is 2**24."""
+    statistics, valid = defining("EpisodeStatistics").EpisodeStatistics(1), np.ones((3, 1), dtype=bool)
+    reward = np.array([[2**24], [1], [1]], dtype=np.float32)
+    assert statistics.update(reward, np.array([[False], [False], [True]]), valid) == [(2**24 + 2, 3)]
+
+
 def test_episode_statistics_are_those_of_each_episode():
     statistics, rng = defining("EpisodeStatistics").EpisodeStatistics(3), np.random.default_rng(1)
     episode_return, episode_length, count = np.zeros(3), np.zeros(3, dtype=int), 0

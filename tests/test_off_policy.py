@@ -350,6 +350,17 @@ def test_without_its_replay_a_run_that_had_not_learnt_begins_anew_at_random(trai
 
 
 @pytest.mark.parametrize("name", CONTINUOUS)
+def test_without_its_replay_a_run_that_has_learnt_goes_on_with_its_policy(train, monkeypatch, name):
+    """While it refills it, and after."""
+    half = train(name, save_replay=False, total_timesteps=200, num_envs=1)
+    args = half.checkpoint["args"] | {"total_timesteps": 260}
+    torch.save(half.checkpoint | {"args": args}, half.run_dir / "checkpoint.pt")
+    answers, answer = [], load(name).Courier.answer
+    monkeypatch.setattr(load(name).Courier, "answer", lambda *x: (answers.append(1), answer(*x))[1])
+    assert resume(name, half.run_dir).steps()[-1] == 260 and len(answers) >= 60
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
 def test_actions_keep_each_dimensions_bounds_and_use_them(train, name):
     train(name, num_envs=1)
     actions, space = np.stack(tiny_envs.received), tiny_envs.PUSH
@@ -562,6 +573,69 @@ def test_td3_descends_its_losses(steps_of):
             assert_moved(now, before, following.networks[name], FAST["tau"] * (step.optimizer == "actor_optimizer"))
 
 
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_losses_in_the_log_are_those_of_the_last_update(steps_of, monkeypatch, name):
+    """By the weights before that update."""
+    script, lines = load(in_float64(name)), []
+    log = script.Run.log
+    monkeypatch.setattr(script.Run, "log", lambda run, metrics: (lines.append(dict(metrics)), log(run, metrics))[1])
+    last = {step.optimizer: step for step in steps_of(name, log_every=1, total_timesteps=140)}
+    step = last["optimizer" if name == "dqn" else "critic_optimizer"]
+    networks, (obs, action, reward, next_obs, terminated) = step.networks, step.batch
+    gamma = script.Args.gamma if name == "dqn" else FAST["gamma"]
+    with torch.no_grad():
+        if name == "dqn":
+            q = networks["network"](obs).gather(1, action.long()).squeeze(1)
+            next_q, named = networks["target_network"](next_obs).amax(1), {"q_values": q.mean()}
+        else:
+            if name.startswith("sac"):
+                following, log_prob = networks["actor"].sample(next_obs, step.noise)
+                bonus = -networks["temperature"]() * log_prob
+                named = {"alpha": last["alpha_optimizer"].networks["temperature"]()}
+            else:
+                policy, before = networks["target_actor"], last["actor_optimizer"].networks
+                low, high = policy.center - policy.scale, policy.center + policy.scale
+                noise = policy.scale * (0.2 * step.noise).clamp(-0.5, 0.5)
+                following, bonus = (policy(next_obs) + noise).clamp(low, high), 0
+                named = {"actor_loss": -before["critics"][0](obs, before["actor"](obs)).mean()}
+            q = torch.stack([critic(obs, action) for critic in networks["critics"]])
+            next_q = torch.stack([critic(next_obs, following) for critic in networks["target_critics"]]).amin(0) + bonus
+            named |= {"qf1_values": q[0].mean(), "qf2_values": q[1].mean()}
+        loss = (q - reward - gamma * (1 - terminated) * next_q).square().mean(-1)
+    named |= {"td_loss": loss} if name == "dqn" else {"qf1_loss": loss[0], "qf2_loss": loss[1], "qf_loss": loss.mean()}
+    for key, value in named.items():
+        assert lines[-1][f"losses/{key}"] == pytest.approx(value.item(), rel=1e-7), key
+
+
+def test_the_target_of_dqn_moves_by_tau(steps_of):
+    steps = steps_of("dqn", tau=0.3, target_network_frequency=10, learning_rate=1e-2)
+    for number, (step, following) in enumerate(pairwise(steps), start=21):  # counted from step 0 on, 5 steps each
+        before, after, is_due = step.networks, following.networks, number % 2 == 0
+        assert_moved(after["target_network"], before["target_network"], after["network"], 0.3 * is_due)
+
+
+@pytest.mark.parametrize("name", ["dqn", "td3_continuous_action"])
+def test_policy_acts_at_the_observation_of_each_environment(train, monkeypatch, name):
+    """Where nothing is explored: by the best action, or the actor's, at what that environment showed last."""
+    script, seen = load(name), []
+    step = script.Envs.step
+    note = lambda envs, x: (seen.append((envs.last_obs.copy(), x.copy())), step(envs, x))[1]  # noqa: E731
+    monkeypatch.setattr(script.Envs, "step", note)
+    quiet = {"epsilon_start": 0.0, "epsilon_end": 0.0} if name == "dqn" else {"exploration_noise": 0.0}
+    run = train(name, num_envs=3, sync_envs=True, learning_rate=0.0, learning_starts=0, total_timesteps=60, **quiet)
+    envs = script.Envs(script.Args(**run.checkpoint["args"]), [1, 2, 3])
+    policy = script.load_policy(run.checkpoint, envs)  # by `forward`
+    for obs, action in seen:
+        np.testing.assert_allclose(action, policy(obs), rtol=1e-4, atol=1e-5)
+    assert len(np.unique(np.stack([action for _, action in seen]))) > 1
+
+
+def test_courier_brings_each_row_its_own_action():
+    obs = np.arange(6.0).reshape(2, 3)
+    courier = defining("Courier").Courier(lambda inputs: inputs[:, :3], 1, torch.device("cpu"))
+    assert courier.answer(obs).tolist() == obs.tolist()
+
+
 # How they explore
 
 
@@ -591,6 +665,7 @@ def test_actions_are_drawn_from_the_policy(train, name):
         mean, std = (output[0] - actor.center) / actor.scale, torch.full((2,), 0.1)
     count = len(action)
     assert count == 2400 and ((action.mean(0) - mean).abs() < 4 * std / math.sqrt(count)).all()
+    assert ((action - mean) / std).abs().max() > 3  # of 4,800 normal ones, all are smaller in 2 of a million cases
     torch.testing.assert_close(action.std(0), std, rtol=4 / math.sqrt(2 * count), atol=0)
 
 

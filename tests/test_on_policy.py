@@ -48,6 +48,19 @@ def test_target_kl_ends_the_epochs_on_a_rollout(train, name):
 
 
 @each_script
+def test_epochs_end_after_the_first_whose_mean_kl_is_above_the_target(train, minibatches, name):
+    """The mean over an epoch's minibatches, just above the target and just below it."""
+    found, epochs = minibatches(name), SETTINGS["update_epochs"]
+    train(name, total_timesteps=64)
+    ratios = [rows["ratio"][rows["valid"]] for rows in found]
+    kl = np.reshape([(x - 1 - x.log()).mean().item() for x in ratios], (epochs, -1)).mean(1)
+    for target in 0.99 * kl[1], 1.01 * kl[1]:
+        expected = next((i for i, x in enumerate(kl, start=1) if x > target), epochs)
+        run = train(name, total_timesteps=64, target_kl=float(target))
+        assert updates(run) == expected * SETTINGS["num_minibatches"]
+
+
+@each_script
 def test_learning_rate_falls_to_zero_if_asked(train, name):
     falling = [SETTINGS["learning_rate"] * (1 - i / ROLLOUTS) for i in range(ROLLOUTS)]
     for anneal, expected in (True, falling), (False, [SETTINGS["learning_rate"]] * ROLLOUTS):
@@ -115,6 +128,44 @@ def test_losses_in_the_log_are_means_over_the_last_epoch(train, minibatches, nam
     found = minibatches(name)
     (line,) = train(name, total_timesteps=64, clip_coef=0.02).lines
     assert_line_is_of(found[-SETTINGS["num_minibatches"] :], line, clip_coef=0.02)
+
+
+@pytest.mark.parametrize("clip_vloss", [False, True])
+@pytest.mark.parametrize("name", [*(name for name in EAGER if on_policy(name)), "ppo_atari_envpool"])
+def test_learns_from_the_estimates_of_its_settings(train, monkeypatch, name, clip_vloss):
+    """Advantages by gamma and lambda, the returns that these make of values; all bounds are those of the settings."""
+    script, rows, given = load(name), [], {key: set() for key in ("gae", "policy", "value", "norm")}
+    gae, policy_loss, value_loss, clip = script.gae, script.clipped_policy_loss, script.clipped_value_loss, script.clip
+    as_set = lambda *columns: set(map(tuple, torch.stack(columns, -1).flatten(0, -2).tolist()))  # noqa: E731
+
+    def note_gae(reward, value, *others):
+        advantage = gae(reward, value, *others)
+        given["gae"].add(others[3:])
+        rows[:] = [as_set(value[:-1], advantage + value[:-1], advantage)]
+        return advantage
+
+    def note_policy(ratio, advantage, valid, clip_coef):
+        given["policy"].add(clip_coef)
+        rows[1:] = [advantage]
+        return policy_loss(ratio, advantage, valid, clip_coef)
+
+    def note_value(value, old_value, returns, valid, clip_coef):
+        given["value"].add(clip_coef)
+        assert as_set(old_value, returns, rows[1]) <= rows[0]
+        return value_loss(value, old_value, returns, valid, clip_coef)
+
+    def note_clip(gradients, max_norm):
+        given["norm"].add(max_norm)
+        return clip(gradients, max_norm)
+
+    monkeypatch.setattr(script, "gae", note_gae)
+    monkeypatch.setattr(script, "clipped_policy_loss", note_policy)
+    monkeypatch.setattr(script, "clipped_value_loss", note_value)
+    monkeypatch.setattr(script, "clip", note_clip)
+    settings = {"gamma": 0.9, "gae_lambda": 0.8, "clip_coef": 0.15, "max_grad_norm": 0.3, "norm_adv": False}
+    train(name, **settings, clip_vloss=clip_vloss, total_timesteps=128)
+    own = {"policy": {0.15}, "value": {0.15 if clip_vloss else None}, "norm": {0.3}}
+    assert given == {"gae": {(0.9, 0.8)}} | own
 
 
 @each_script

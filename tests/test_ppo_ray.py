@@ -127,6 +127,15 @@ def test_rewards_are_cut_down_to_learn():
     assert report["episodes"] == ours["episodes"] and raw[..., 0].min() < -1
 
 
+def test_rewards_are_cut_down_before_they_are_scaled():
+    (plain, weights), (both, _) = runner_of([1, 2]), runner_of([1, 2], norm_rewards=True, clip_rewards=True)
+    _, (_, _, raw) = plain.sample(0, weights, *NOTHING)
+    report, (_, _, rows) = both.sample(0, weights, *NOTHING)
+    count, _, squares = report["moments"][1]
+    expected = raw[..., 0].clip(-1, 1) / np.sqrt(squares / count + 1e-8)
+    np.testing.assert_allclose(rows[..., 0], expected, rtol=1e-4, atol=1e-6)
+
+
 def test_all_rows_of_a_fragment_are_normalized():
     """The first is the last one of the fragment before, by statistics that are newer."""
     runner, weights = runner_of([1, 2], env_id="tiny_envs:Stream-v0", norm_obs=True)

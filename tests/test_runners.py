@@ -573,6 +573,22 @@ def test_log_has_whole_episodes_and_no_resets(train, monkeypatch, name):
     assert numbers == list(range(len(numbers))) and [x % 2 for x in numbers] == [length == 5 for _, length in ended]
 
 
+@each_script
+def test_updates_in_the_log_are_those_made(train, name):
+    run = train(name)
+    assert run.lines[-1]["charts/updates"] == run.checkpoint["num_updates"] > 5
+    if name == "apex_dqn_ray":
+        held = [line["replay/transitions"] for line in run.lines]
+        assert sorted(held) == held and held[-1] == min(run.checkpoint["args"]["buffer_size"], run.steps()[-1])
+
+
+@each_script
+def test_time_of_slow_environments_is_that_of_their_steps(train, name):
+    settings = {"env_id": "tiny_envs:Fragile-v0", "env_kwargs": '{"path": "none"}', "total_timesteps": 200}
+    line = train(name, **settings).lines[-1]
+    assert line["time/env_step"] > 3 * line["time/inference"]
+
+
 @pytest.mark.parametrize("twin", ["", "_torchcompile"])
 @each_script
 def test_resumed_run_begins_with_what_was_saved(train, monkeypatch, name, twin):

@@ -383,6 +383,33 @@ def test_a_terminal_that_closes_ends_a_run_as_ctrl_c_does(tmp_path, before):
     assert (run.steps()[-1] > 15_000) == bool(before)  # steps that reset do not count
 
 
+@pytest.mark.parametrize("num_envs", [1, 3])
+@each_script
+def test_log_has_whole_episodes_and_no_resets(train, monkeypatch, name, num_envs):
+    """Returns and lengths are those of the environment's episodes, which end in both ways."""
+    script, ended = load(name), []
+    log = script.Run.log
+    monkeypatch.setattr(script.Run, "log", lambda run, metrics: (ended.extend(run.episodes), log(run, metrics))[1])
+    env_id = f"tiny_envs:{'Discrete' * discrete(name)}Count-v0"
+    own = {"num_minibatches": 1} if on_policy(name) else {}
+    train(name, env_id=env_id, num_envs=num_envs, **own, **({} if has_pool(name) else {"sync_envs": True}))
+    numbers = [(total - length * (length + 1) / 2) / (100 * length) for total, length in ended]
+    assert {length for _, length in ended} == {3, 5}
+    assert [x % 2 for x in numbers] == [length == 5 for _, length in ended]
+    if num_envs == 1:
+        assert numbers == [*range(len(numbers))]
+
+
+def test_a_run_ends_with_the_mean_of_the_last_hundred_returns(train, capsys):
+    """Of some 250 episodes, whose returns rise from one to the next."""
+    run = train("ppo", env_id="tiny_envs:DiscreteCount-v0", num_envs=1, num_minibatches=1, total_timesteps=1280)
+    ended = sum(line.get("charts/episodes", 0) for line in run.lines)
+    lengths = [5 if number % 2 else 3 for number in range(ended)]
+    returns = [100 * number * length + length * (length + 1) / 2 for number, length in enumerate(lengths)]
+    (said,) = re.findall(r"mean return of the last 100 episodes ([\d.]+)", capsys.readouterr().out)
+    assert ended > 150 and float(said) == pytest.approx(np.mean(returns[-100:]), abs=0.1)
+
+
 # The policy of a checkpoint
 
 

@@ -18,6 +18,35 @@ LEFT_OUT = {"save_replay", "alpha", "sync_gradients"}
 # Those of Adam that are no setting: PPO's are those of CleanRL
 ADAM_EPS = {"dqn": 1e-8, "sac_continuous_action": 1e-8, "td3_continuous_action": 1e-8, "apex_dqn_ray": 1e-8}
 ADAM_EPS |= {"impala_ray": 1e-3, "a3c_ray": 1e-3}  # --adam-eps
+# The defaults of CleanRL's scripts of the same names, where they are ours too; names are ours
+PPO = {
+    "total_timesteps": 500_000, "learning_rate": 2.5e-4, "num_envs": 4, "num_steps": 128, "anneal_lr": True,
+    "gamma": 0.99, "gae_lambda": 0.95, "num_minibatches": 4, "update_epochs": 4, "norm_adv": True, "clip_coef": 0.2,
+    "clip_vloss": True, "ent_coef": 0.01, "vf_coef": 0.5, "max_grad_norm": 0.5, "target_kl": None,
+}  # fmt: skip
+OFF_POLICY = {"total_timesteps": 1_000_000, "num_envs": 1, "buffer_size": 1_000_000, "gamma": 0.99, "tau": 0.005}
+OFF_POLICY |= {"batch_size": 256, "policy_frequency": 2}
+CLEANRL = {
+    "ppo": PPO,
+    "ppo_continuous_action": PPO | {
+        "total_timesteps": 1_000_000, "learning_rate": 3e-4, "num_envs": 1, "num_steps": 2048, "num_minibatches": 32,
+        "update_epochs": 10, "ent_coef": 0.0,
+    },
+    "ppo_atari_envpool": PPO | {"total_timesteps": 10_000_000, "num_envs": 8, "clip_coef": 0.1},
+    "dqn": {
+        "total_timesteps": 500_000, "learning_rate": 2.5e-4, "num_envs": 1, "buffer_size": 10_000, "gamma": 0.99,
+        "tau": 1.0, "target_network_frequency": 500, "batch_size": 128, "epsilon_start": 1.0, "epsilon_end": 0.05,
+        "exploration_fraction": 0.5, "learning_starts": 10_000, "train_frequency": 10,
+    },
+    "sac_continuous_action": OFF_POLICY | {
+        "learning_starts": 5000, "policy_lr": 3e-4, "q_lr": 1e-3, "target_network_frequency": 1, "alpha": 0.2,
+        "autotune": True,
+    },
+    "td3_continuous_action": OFF_POLICY | {
+        "learning_rate": 3e-4, "policy_noise": 0.2, "exploration_noise": 0.1, "learning_starts": 25_000,
+        "noise_clip": 0.5,
+    },
+}  # fmt: skip
 # Large steps, so that ratios and values reach the bounds at which they are clipped
 LARGE = {"learning_rate": 0.03}
 
@@ -41,6 +70,13 @@ def learnt(run: helpers.Outcome) -> list[torch.Tensor]:
     """All weights of a checkpoint, and what the optimizers hold."""
     parts = [x for x in run.checkpoint.values() if isinstance(x, dict)]
     return [x for part in parts for x in part.values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+
+
+@pytest.mark.parametrize("twin", ["", "_torchcompile"])
+@pytest.mark.parametrize("name", CLEANRL)
+def test_defaults_are_those_of_cleanrl(name, twin):
+    args = load(f"{name}{twin}").Args
+    assert {setting: getattr(args, setting) for setting in CLEANRL[name]} == CLEANRL[name]
 
 
 def changed(value: float | bool | None, setting: str) -> float | bool:

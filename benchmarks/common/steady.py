@@ -58,7 +58,8 @@ def section_times(lines: list[dict], sections: tuple[str, ...]) -> dict[str, flo
     begin, rest = lines[burn_in(lines)], lines[burn_in(lines) + 1 :]
     time_per_step = (lines[-1]["seconds"] - begin["seconds"]) / (lines[-1]["global_step"] - begin["global_step"])
     sampled = {section: sum(line[f"profile/{section}"] for line in rest) for section in sections}
-    return {section: time_per_step * value / sum(sampled.values()) for section, value in sampled.items()}
+    total = sum(sampled.values()) or 1.0  # a run may end before the first sample
+    return {section: time_per_step * value / total for section, value in sampled.items()}
 
 
 def break_even(start: float, speed: float, other_start: float, other_speed: float) -> float | None:

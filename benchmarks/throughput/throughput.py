@@ -345,7 +345,7 @@ def contestant_cells(result: dict, name: str) -> list[str]:
     cells = [plots.label(name), estimate(own["steps_per_second"], own["quartiles"], ",.0f"), speed, *to, starts, even]
     if result["script"].endswith("_ray"):  # the usage of Ray's workers is not seen
         return [*cells, "-", "-"]
-    peak = own.get("peak_resident_mb")  # what results of before December 2026 have counted the harness's own memory
+    peak = own.get("peak_resident_mb")  # older results lack it: theirs begins with the memory of the harness
     return [*cells, f"{peak:,.0f}" if peak else "-", f"{own['cores_used']:.1f}"]
 
 

@@ -621,8 +621,9 @@ def draw_overview(results: Path) -> None:
     """README's picture, `overview.png`: speeds as multiples of SB3's, and the seconds to a score.
 
     Each is of the machine on which most was measured by today's code, beside CleanRL and LeanRL too. Speeds of
-    older code on that machine are shown, too, and marked: without them only some pairs would be seen. The score is the
-    one that takes the longest there, of those that all runs reached, if there are any: else bars are bounds.
+    older code on that machine are shown, too, and marked: without them only some pairs would be seen. The score is one
+    that all runs reached there, if there is any (else bars are bounds), and that CleanRL publishes, if there is any; of
+    these, the one that takes the longest.
     """
     speeds, marked, scores, beside = {}, {}, {}, {}
     for path in results.glob("throughput/**/*.json"):
@@ -644,14 +645,15 @@ def draw_overview(results: Path) -> None:
     beside = {script: result for (place, script), result in beside.items() if place == machine}
     with plots.figure(results / "overview.png", columns=2, size=(5.6, 5.6)) as ((left, right),):
         draw_speeds(left, fresh, older, beside)
-        draw_times(right, max(most(scores)[1], key=longest))
+        draw_times(right, max(most(scores)[1], key=rank))
 
 
-def longest(result: dict) -> tuple[bool, float]:
-    """Whether all runs got to a score; the mean seconds of the slowest contestant until then."""
+def rank(result: dict) -> tuple[bool, bool, float]:
+    """Whether all runs got to a score; whether CleanRL publishes it; the mean seconds of the slowest until then."""
     found = [own for own in map(time_to_score.summarize, result["contestants"].values()) if own["runs"]]
     is_whole = all(own["reached"] == own["runs"] + own["failed"] for own in found)
-    return is_whole, max(own["mean"] for own in found)
+    is_published = result["env_id"] in TABLE[result["script"]].scored
+    return is_whole, is_published, max(own["mean"] for own in found)
 
 
 def by_way_of_compiled(result: dict, beside: dict) -> dict[str, tuple[float, list[float]]]:
