@@ -163,7 +163,7 @@ def test_learns_from_the_estimates_of_its_settings(train, monkeypatch, name, cli
     monkeypatch.setattr(script, "clipped_value_loss", note_value)
     monkeypatch.setattr(script, "clip", note_clip)
     settings = {"gamma": 0.9, "gae_lambda": 0.8, "clip_coef": 0.15, "max_grad_norm": 0.3, "norm_adv": False}
-    train(name, **settings, clip_vloss=clip_vloss, total_timesteps=128)
+    train(name, **small_settings(name) | settings | {"clip_vloss": clip_vloss, "total_timesteps": 128})
     own = {"policy": {0.15}, "value": {0.15 if clip_vloss else None}, "norm": {0.3}}
     assert given == {"gae": {(0.9, 0.8)}} | own
 
