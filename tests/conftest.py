@@ -39,7 +39,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(autouse=True)
 def no_traces():
     """A training that was broken off leaves its signal handlers behind; the recorded actions are of one test only."""
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     tiny_envs.received.clear()
     torch.set_float32_matmul_precision("highest")  # as a process begins; SAC, TD3 and Atari choose it, PPO does not
     yield
