@@ -261,10 +261,12 @@ def test_pairs_are_compared_until_the_time_is_up(tmp_path, monkeypatch):
     }
     begin = "import json, sys, time; write = lambda x: (time.sleep(0.5), open(sys.argv[1], 'w').write(json.dumps(x)))\n"
     start = processes.start
-    monkeypatch.setattr(
-        processes, "start",
-        lambda command, output, **_: start([sys.executable, "-c", begin + code[command[3]], command[4]], output),
-    )  # fmt: skip
+
+    def start_code(command, output, **_):
+        script, result = command[command.index(parity.__name__) + 1 :][:2]
+        return start([sys.executable, "-c", begin + code[script], result], output)
+
+    monkeypatch.setattr(processes, "start", start_code)
     seen, folders = [], (tmp_path, tmp_path / "cache")
     parity.compare_all(list(code), ("lean", "compile"), [], 6.0, *folders, lambda x: seen.append(copy.deepcopy(x)))
     assert seen[0]["hangs"] == {} and len(seen) >= 3
