@@ -1578,6 +1578,18 @@ def check_owners(state: dict) -> None:
             fail(f"no optimizer in `run.open` changes `{name}.{idle[0]}`: {hint}")
 
 
+def end_broken_runs() -> None:
+    """End the processes of runs that an error has ended, and close their files: a notebook keeps them all alive."""
+    at_work, frame = set(), sys._getframe()
+    while frame is not None:
+        at_work |= {(id(x), frame.f_code.co_filename) for x in frame.f_locals.values()}
+        frame = frame.f_back
+    for run in [x for x in gc.get_objects() if type(x).__name__ == "Run" and hasattr(x, "at_end")]:
+        if (id(run), run.on_signal.__code__.co_filename) not in at_work:  # else this run is part of that one
+            with contextlib.suppress(Exception):  # what broke may not close
+                run.at_end.close()
+
+
 class Run:
     """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
 
@@ -1588,6 +1600,8 @@ class Run:
         """Load the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
         if threading.current_thread() is not threading.main_thread():
             fail("`train` needs the main thread, which gets signals: start a process for each run")
+        end_broken_runs()
+        self.at_end, self.exit_code = contextlib.ExitStack(), 1  # calls of `close`, the last one first
         self.args, self.checkpoint = load_checkpoint(args)
         self.device = validate(self.args)
         self.settings, self.home = asdict(self.args), Path.cwd()  # which an environment may leave for another folder
@@ -1652,6 +1666,9 @@ class Run:
         signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
         signals -= {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # by `nohup`
         self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in signals}
+        for signum, handler in self.handlers.items():
+            self.at_end.callback(signal.signal, signum, handler)
+        self.at_end.callback(envs.close)
         chosen = self.args.resume or self.args.run_dir
         self.dir = Path(self.home, chosen or "runs")
         try:
@@ -1672,6 +1689,7 @@ class Run:
         print(getattr(envs, "summary", f"environments: {self.args.env_id}"), file=sys.stderr)
         total, initial = self.args.total_timesteps, self.step
         self.bar = tqdm(total=total, initial=initial, unit=" steps", unit_scale=True, disable=None)
+        self.at_end.callback(self.bar.close)
         self.start_time = time.perf_counter() - self.seconds
 
     def open_files(self) -> None:
@@ -1721,6 +1739,7 @@ class Run:
         log.with_suffix(".tmp").write_text("".join(lines))
         log.with_suffix(".tmp").replace(log)
         self.file, self.writer = log.open("a", buffering=1), None
+        self.at_end.callback(self.file.close)
         if not lock(self.file):
             fail(f"another process is training {self.place()}: end it first")
         old.close()
@@ -1729,10 +1748,12 @@ class Run:
 
             names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.dir.name}
             wandb.init(**names, id=values["id"], resume="allow", config=asdict(self.args), sync_tensorboard=True)
+            self.at_end.callback(lambda: wandb.finish(self.exit_code))  # else a later run goes on with this one
         if self.args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # takes a second
 
             self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if self.args.resume else None)
+            self.at_end.callback(self.writer.close)
 
     def on_signal(self, signum: int, frame) -> None:
         while frame is not None and frame.f_code.co_filename != self.on_signal.__code__.co_filename:
@@ -1854,15 +1875,8 @@ class Run:
             if error:  # which came first
                 print(f"error: {error}", file=sys.stderr)
             raise
-        self.envs.close()
-        self.bar.close()
-        self.file.close()
-        if self.writer:
-            self.writer.close()
-        if self.args.track:
-            sys.modules["wandb"].finish(int(bool(error or self.stopped_by)))  # else a later run goes on with this one
-        for signum, handler in self.handlers.items():
-            signal.signal(signum, handler)
+        self.exit_code = int(bool(error or self.stopped_by))
+        self.at_end.close()
         if error:
             sys.exit(f"error: {' '.join(error.split())}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:

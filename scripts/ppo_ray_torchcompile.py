@@ -34,6 +34,7 @@ import atexit
 import contextlib
 import copyreg
 import difflib
+import gc
 import importlib.util
 import io
 import itertools
@@ -1973,6 +1974,7 @@ class RayRunners(Runners):
         super().__init__(args, run)
         choose_backend(args.env_id, args.env_backend, in_process=False)  # catches a mistyped id before Ray starts
         self.own_ray, self.ray = "ray" not in sys.modules or not sys.modules["ray"].is_initialized(), start_ray(args)
+        run.at_end.callback(self.close)
         place = {"num_cpus": args.cpus_per_runner, "num_gpus": args.gpus_per_runner, "scheduling_strategy": "SPREAD"}
         self.remote, self.actors, self.places, self.weights = self.ray.remote(**place)(RemoteRunner), {}, {}, None
         # How many fragments are requested of a runner at once; how many updates late one may be
@@ -2150,8 +2152,9 @@ class RayRunners(Runners):
         closing = [self.actors[index].close.remote() for index in self.alive]
         if closing:
             self.ray.wait(closing, num_returns=len(closing), timeout=5)
-        for actor in self.actors.values():
-            self.ray.kill(actor)
+        self.alive.clear()
+        while self.actors:
+            self.ray.kill(self.actors.popitem()[1])
         if self.own_ray:
             self.ray.shutdown()
 
@@ -2477,6 +2480,18 @@ def check_owners(state: dict) -> None:
             fail(f"no optimizer in `run.open` changes `{name}.{idle[0]}`: {hint}")
 
 
+def end_broken_runs() -> None:
+    """End the processes of runs that an error has ended, and close their files: a notebook keeps them all alive."""
+    at_work, frame = set(), sys._getframe()
+    while frame is not None:
+        at_work |= {(id(x), frame.f_code.co_filename) for x in frame.f_locals.values()}
+        frame = frame.f_back
+    for run in [x for x in gc.get_objects() if type(x).__name__ == "Run" and hasattr(x, "at_end")]:
+        if (id(run), run.on_signal.__code__.co_filename) not in at_work:  # else this run is part of that one
+            with contextlib.suppress(Exception):  # what broke may not close
+                run.at_end.close()
+
+
 class Run:
     """A run's settings, counters and random numbers, its folder, log and checkpoints, its progress bar.
 
@@ -2487,6 +2502,8 @@ class Run:
         """Load the run to resume, refuse settings that can't work (SystemExit(2)), seed all random numbers."""
         if threading.current_thread() is not threading.main_thread():
             fail("`train` needs the main thread, which gets signals: start a process for each run")
+        end_broken_runs()
+        self.at_end, self.exit_code = contextlib.ExitStack(), 1  # calls of `close`, the last one first
         self.args, self.checkpoint = load_checkpoint(args)
         self.device = validate(self.args)
         self.settings, self.home = asdict(self.args), Path.cwd()  # which an environment may leave for another folder
@@ -2551,6 +2568,9 @@ class Run:
         signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
         signals -= {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # by `nohup`
         self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in signals}
+        for signum, handler in self.handlers.items():
+            self.at_end.callback(signal.signal, signum, handler)
+        self.at_end.callback(envs.close)
         chosen = self.args.resume or self.args.run_dir
         self.dir = Path(self.home, chosen or "runs")
         try:
@@ -2571,6 +2591,7 @@ class Run:
         print(getattr(envs, "summary", f"environments: {self.args.env_id}"), file=sys.stderr)
         total, initial = self.args.total_timesteps, self.step
         self.bar = tqdm(total=total, initial=initial, unit=" steps", unit_scale=True, disable=None)
+        self.at_end.callback(self.bar.close)
         self.start_time = time.perf_counter() - self.seconds
 
     def open_files(self) -> None:
@@ -2620,6 +2641,7 @@ class Run:
         log.with_suffix(".tmp").write_text("".join(lines))
         log.with_suffix(".tmp").replace(log)
         self.file, self.writer = log.open("a", buffering=1), None
+        self.at_end.callback(self.file.close)
         if not lock(self.file):
             fail(f"another process is training {self.place()}: end it first")
         old.close()
@@ -2628,10 +2650,12 @@ class Run:
 
             names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.dir.name}
             wandb.init(**names, id=values["id"], resume="allow", config=asdict(self.args), sync_tensorboard=True)
+            self.at_end.callback(lambda: wandb.finish(self.exit_code))  # else a later run goes on with this one
         if self.args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # takes a second
 
             self.writer = SummaryWriter(self.dir, purge_step=self.step + 1 if self.args.resume else None)
+            self.at_end.callback(self.writer.close)
 
     def on_signal(self, signum: int, frame) -> None:
         while frame is not None and frame.f_code.co_filename != self.on_signal.__code__.co_filename:
@@ -2753,15 +2777,8 @@ class Run:
             if error:  # which came first
                 print(f"error: {error}", file=sys.stderr)
             raise
-        self.envs.close()
-        self.bar.close()
-        self.file.close()
-        if self.writer:
-            self.writer.close()
-        if self.args.track:
-            sys.modules["wandb"].finish(int(bool(error or self.stopped_by)))  # else a later run goes on with this one
-        for signum, handler in self.handlers.items():
-            signal.signal(signum, handler)
+        self.exit_code = int(bool(error or self.stopped_by))
+        self.at_end.close()
         if error:
             sys.exit(f"error: {' '.join(error.split())}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:

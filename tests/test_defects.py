@@ -985,3 +985,49 @@ def test_after_an_error_in_a_notebook_signals_are_not_the_runs(train, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+def broken_run(name: str, train, monkeypatch, **settings):
+    """A run that an error has ended, and the error, whose traceback keeps it alive as in a notebook."""
+    script = load(name)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError) as error:
+        patch.setattr(script.Run, "stop_if_asked" if on_policy(name) else "goes_on", lambda _: 1 / 0)
+        train(name, **settings)
+    return next(run for entry in error.traceback if isinstance(run := entry.locals.get("run"), script.Run)), error
+
+
+@each_script
+def test_a_run_ends_what_a_broken_one_has_left(train, monkeypatch, name):
+    """Else its Ctrl-C would be the old run's, and nothing would happen; a bar would stand below the old one."""
+    broken, _ = broken_run(name, train, monkeypatch)
+    assert signal.getsignal(signal.SIGINT) == broken.on_signal and not broken.file.closed
+    found, script, validate = [], load(name), load(name).validate
+    monkeypatch.setattr(
+        script, "validate", lambda args: found.append(signal.getsignal(signal.SIGINT)) or validate(args)
+    )
+    train(name)
+    assert broken.file.closed and found == [signal.default_int_handler]
+
+
+def test_workers_of_a_broken_run_end_when_the_next_one_begins(train, monkeypatch):
+    settings = {"env_backend": "gymnasium", "sync_envs": False, "num_envs": 2}
+    broken, _ = broken_run("ppo", train, monkeypatch, **settings)
+    workers = broken.envs.vector.processes
+    assert all(worker.is_alive() for worker in workers)
+    train("ppo")
+    assert not any(worker.is_alive() for worker in workers)
+
+
+@pytest.mark.parametrize("name", ["dqn", "ppo"])
+def test_a_run_inside_of_a_run_does_not_end_it(train, monkeypatch, name):
+    script, inner = load("dqn"), []
+    log = script.Run.log
+
+    def log_and_train(run, metrics):
+        if not inner:
+            inner.append(None)
+            train(name)
+        log(run, metrics)
+
+    monkeypatch.setattr(script.Run, "log", log_and_train)
+    assert train("dqn").steps()[-1] == helpers.settings_of("dqn", {})["total_timesteps"]

@@ -799,6 +799,19 @@ def test_a_setting_that_changes_in_the_loop_is_refused_as_runners_do_not_get_it(
 
 
 @on_ray
+@pytest.mark.parametrize("function", ["make_learner", "get_weights"])
+def test_actors_of_a_broken_run_do_not_keep_the_next_from_its_places(train, monkeypatch, function):
+    """Before or after `run.open`, an error's traceback keeps the run alive, as in a notebook."""
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError) as error:
+        patch.setattr(SCRIPT, function, lambda *_: 1 / 0)
+        train(num_runners=4)
+    assert error.traceback  # which this line keeps
+    start = time.monotonic()
+    train(num_runners=4)
+    assert time.monotonic() - start < 60
+
+
+@on_ray
 def test_a_run_goes_on_in_another_cluster(train, tmp_path):
     train(num_runners=1)
     run = train(resume=str(tmp_path / "run0"), total_timesteps=500, num_runners=1, cpus_per_runner=0.5, run_dir=None)
