@@ -2342,7 +2342,12 @@ class Run:
             import wandb
 
             names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.dir.name}
-            wandb.init(**names, id=values["id"], resume="allow", config=asdict(self.args), sync_tensorboard=True)
+            try:
+                wandb.init(**names, id=values["id"], resume="allow", config=asdict(self.args), sync_tensorboard=True)
+            except Exception:  # as without a login; the folder stays free for the next attempt
+                for file in (config, log) if not self.args.resume else ():
+                    file.unlink()
+                raise
             self.at_end.callback(lambda: wandb.finish(self.exit_code))  # else a later run goes on with this one
         if self.args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # takes a second

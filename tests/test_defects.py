@@ -614,6 +614,8 @@ def test_an_error_of_weights_and_biases_is_one_line(monkeypatch, tmp_path, capfd
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     code, error = error_of(capfd, "ppo", tmp_path / "run", track=True, tensorboard=True)
     assert code == 2 and "not logged in" in error
+    assert not list((tmp_path / "run").iterdir())  # the next attempt may have this folder
+    assert helpers.train("ppo", tmp_path / "run").lines
 
 
 def test_weights_and_biases_that_is_not_installed_is_refused(monkeypatch, tmp_path, capsys):
