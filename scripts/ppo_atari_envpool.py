@@ -930,7 +930,7 @@ class Run:
             self.at_end.callback(signal.signal, signum, handler)
         self.at_end.callback(envs.close)
         chosen = self.args.resume or self.args.run_dir
-        self.dir = Path(self.home, chosen or "runs")
+        self.dir, self.new_files = Path(self.home, chosen or "runs"), ()
         try:
             if not chosen:
                 self.dir = new_folder(self.dir, f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}")
@@ -939,6 +939,8 @@ class Run:
                 fail(f"the run folder {self.place()} is not empty; --resume goes on with a run")
             self.open_files()
         except Exception as error:  # those of Weights & Biases have no other type in common
+            for file in self.new_files:  # else the folder would be refused to the next attempt
+                file.unlink(missing_ok=True)
             fail(f"can't use the run folder {self.place()}: {type(error).__name__}: {error}")
         if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
@@ -959,6 +961,7 @@ class Run:
         old = log.open(mode, errors="replace")  # closing any other handle of this file would end its lock
         if not lock(old):
             fail(f"another process is training {self.place()}: end it first")
+        self.new_files = () if self.args.resume else (log, config)
         saved = self.dir / "checkpoint.pt"
         if self.args.resume and torch.load(saved, "cpu", weights_only=True, mmap=True)["global_step"] != self.step:
             fail(f"another process has saved {self.place()} since this one read it: try again")
@@ -1007,12 +1010,7 @@ class Run:
             import wandb
 
             names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.dir.name}
-            try:
-                wandb.init(**names, id=values["id"], resume="allow", config=asdict(self.args), sync_tensorboard=True)
-            except Exception:  # as without a login; the folder stays free for the next attempt
-                for file in (config, log) if not self.args.resume else ():
-                    file.unlink()
-                raise
+            wandb.init(**names, id=values["id"], resume="allow", config=asdict(self.args), sync_tensorboard=True)
             self.at_end.callback(lambda: wandb.finish(self.exit_code))  # else a later run goes on with this one
         if self.args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # takes a second
