@@ -2059,7 +2059,8 @@ class Run:
                 print(f"note: nothing is learnt before step {starts:,}", file=sys.stderr)
         print(getattr(envs, "summary", f"environments: {self.args.env_id}"), file=sys.stderr)
         total, initial = self.args.total_timesteps, self.step
-        self.bar = tqdm(total=total, initial=initial, unit=" steps", unit_scale=True, disable=None)
+        hidden = False if type(sys.stderr).__module__ == "ipykernel.iostream" else None  # None: but on a terminal
+        self.bar = tqdm(total=total, initial=initial, unit=" steps", unit_scale=True, disable=hidden)
         self.at_end.callback(self.bar.close)
         self.start_time = time.perf_counter() - self.seconds
 

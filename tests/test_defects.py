@@ -1033,3 +1033,16 @@ def test_a_run_inside_of_a_run_does_not_end_it(train, monkeypatch, name):
 
     monkeypatch.setattr(script.Run, "log", log_and_train)
     assert train("dqn").steps()[-1] == helpers.settings_of("dqn", {})["total_timesteps"]
+
+
+@each_script
+def test_a_notebook_shows_the_progress_bar(train, monkeypatch, capsys, name):
+    class OutStream(io.StringIO):
+        pass
+
+    OutStream.__module__ = "ipykernel.iostream"
+    train(name)
+    assert " steps/s" not in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stderr", OutStream())
+    train(name)
+    assert " steps/s" in sys.stderr.getvalue()

@@ -75,7 +75,8 @@ class Run:
         config["device"] = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
         (self.dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         self.file = (self.dir / "metrics.jsonl").open("x", buffering=1)
-        self.bar = tqdm(total=self.args.total_timesteps, unit=" steps", unit_scale=True, disable=None)
+        hidden = False if type(sys.stderr).__module__ == "ipykernel.iostream" else None  # None: but on a terminal
+        self.bar = tqdm(total=self.args.total_timesteps, unit=" steps", unit_scale=True, disable=hidden)
         self.start_time = time.perf_counter()
 
     def log(self, metrics: dict[str, float]) -> None:
