@@ -506,6 +506,8 @@ class Adam(nn.Module):
         """The state for a checkpoint; SystemExit(2) if frozen weights are to learn now, as no step changes them."""
         if any(weight.requires_grad for weight in self.frozen):
             fail("weights that were frozen when their Adam was made can't learn later")
+        if not self.steps and self.beta_factors.tolist() != self.beta_factors.new_tensor(self.betas).tolist():
+            fail("the `betas` of an Adam were changed, but its formula has the old ones: hand them to it, `betas=...`")
         return super().state_dict(**settings)
 
     def load_state_dict(self, state: dict) -> None:
@@ -574,6 +576,8 @@ def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> N
     """Fail unless acting and learning give the same outputs (B, ...), but for rounding, at observations (B, O)."""
     acted = torch.as_tensor(acted).detach().numpy()
     learnt = np.broadcast_to(learnt.detach().cpu().numpy(), acted.shape)
+    masked = (acted < -1e7) & (learnt < -1e7)  # logits of actions that may not be taken
+    acted, learnt = np.where(masked, 0, acted), np.where(masked, 0, learnt)
     largest = np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)
     scale = 1 + largest + 0.01 * np.abs(obs).max(axis=1)  # of each row; large observations are rounded, too
     if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
@@ -639,8 +643,8 @@ def say(text: str) -> None:
 
 def named(names: tuple[str, ...], values: Tensor) -> dict[str, float]:
     """Metrics by name, one for each value."""
-    if len(names) != len(values):
-        fail(f"an update gives {len(values)} metrics, but METRICS makes {len(names)} names of them")
+    if not len(names) == len(set(names)) == len(values):
+        fail(f"an update gives {len(values)} metrics, but METRICS makes {len(set(names))} different names of them")
     return dict(zip(names, values.tolist(), strict=True))
 
 
@@ -686,8 +690,10 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
-def become_worker() -> None:
-    """In a worker process: end soon after the parent, and leave signals to it."""
+def become_worker(seed: int) -> None:
+    """In a worker process: draw numbers of its own, also from global generators; leave signals to the parent."""
+    random.seed(seed)
+    np.random.seed(seed)  # of which all workers would else inherit the same state
     threading.Thread(target=end_with_parent, daemon=True).start()
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
@@ -719,6 +725,13 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     if "mujoco" in str(env):
         importlib.import_module("mujoco").set_mju_user_warning(show_warning)
     env = wrap(gym.make(env, disable_env_checker=True, **settings))
+    layer = env
+    while isinstance(layer, gym.Wrapper):
+        if (name := type(layer).__name__) in ("NormalizeObservation", "NormalizeReward"):
+            raise ValueError(
+                f"no checkpoint has the statistics of `{name}`: normalize as ppo_continuous_action.py does"
+            )
+        layer = layer.env
     if not env.observation_space.is_np_flattenable:
         raise ValueError(f"observations are {env.observation_space}, of which there is no vector")
     if isinstance(env.observation_space, gym.spaces.Box) and env.observation_space.dtype.kind in "iu":
@@ -779,6 +792,12 @@ class SyncEnvs:
         self.done = terminated | truncated
         return np.array(rows), reward, terminated, truncated, infos
 
+    def set_attr(self, name: str, values) -> None:
+        """As that of worker processes: the same value for all, or a list or tuple with one for each."""
+        each = values if isinstance(values, list | tuple) else [values] * len(self.envs)
+        for env, value in zip(self.envs, each, strict=True):
+            env.set_wrapper_attr(name, value)
+
     def close(self) -> None:
         for env in self.envs:
             env.close()
@@ -802,9 +821,9 @@ class WorkerEnv(gym.Wrapper):
     `info` would cut off the decimals of others. The parent makes one, too, to learn the spaces.
     """
 
-    def __init__(self, env_fn, parent: int):
+    def __init__(self, env_fn, seed: int, parent: int):
         if os.getpid() != parent:
-            become_worker()
+            become_worker(seed)
         super().__init__(env_fn())
         self.shape = self.observation_space.shape  # which each step would look up through all wrappers
 
@@ -853,7 +872,7 @@ def light_start():
         os.environ |= {} if threads is None else {"OMP_NUM_THREADS": threads}
 
 
-def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
+def worker_envs(env_fns: list, seeds: list[int]) -> gym.vector.AsyncVectorEnv:
     """Environments, each in a worker process of its own."""
     print(f"starting {len(env_fns)} worker processes", file=sys.stderr)
     multiprocessing.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
@@ -863,7 +882,7 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
             signal.signal(signum, lambda signum, _frame: sys.exit(128 + signum))  # a constructor may hang
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
-            workers = [partial(WorkerEnv, env_fn, os.getpid()) for env_fn in env_fns]
+            workers = [partial(WorkerEnv, *x, os.getpid()) for x in zip(env_fns, seeds, strict=True)]
             vector = gym.vector.AsyncVectorEnv(workers, context="forkserver")
         except BaseException as error:  # a signal; or a worker has died, and others may hang
             for process in multiprocessing.active_children():
@@ -926,7 +945,7 @@ class Envs:
             else:
                 # The spec instead of the id, since a worker process does not know what this file registers
                 env_fns = [partial(make_env, gym.registry.get(args.env_id, args.env_id), settings)] * len(seeds)
-                self.vector = (SyncEnvs if in_process else worker_envs)(env_fns)
+                self.vector = SyncEnvs(env_fns) if in_process else worker_envs(env_fns, seeds)
                 self.observation_space = self.vector.single_observation_space
                 self.action_space = self.vector.single_action_space
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
@@ -1071,7 +1090,7 @@ def open_envs(args: Args, seeds: list[int]) -> Envs:
 
 def is_plain(x) -> bool:
     """Whether something is a number, a text, an array, or a container of nothing else."""
-    if isinstance(x, list | tuple | set | dict):
+    if isinstance(x, list | tuple | deque | set | dict):
         return all(map(is_plain, [*x, *x.values()] if isinstance(x, dict) else x))
     return isinstance(x, bool | int | float | str | np.generic | np.ndarray | None)
 
@@ -1094,30 +1113,60 @@ def numbers_in_dict(name: str, values, in_containers: bool = False) -> dict[str,
     return {f"{name}.{key}".lstrip("."): (values, key) for key in kept}
 
 
+def is_users(x) -> bool:
+    """Whether a class, function, object or module is of this file, or of another one of yours: not of a package."""
+    module = x if isinstance(x, ModuleType) else sys.modules.get(getattr(x, "__module__", None))
+    file, own = getattr(module, "__file__", None) or "-packages", getattr(module, "__name__", None) == __name__
+    return own or not ("-packages" in file or file.startswith(os.path.dirname(os.__file__)))
+
+
 def named_globals(parts: list) -> dict[str, tuple]:
     """Global numbers and containers in the code of these classes and functions, and of what they call, by name.
 
-    Among them are numbers that are attributes of classes of this file, of their objects and of namespaces.
+    Among them are numbers of your own modules, and those that are attributes of your classes and objects, or of
+    namespaces, which may lie in each other and in containers.
     """
-    found = {}
+    found, seen = {}, set()
+
+    def look(name: str, values: dict, key: str, names: set[str]) -> None:
+        """Note a number, or a container of numbers; look into what belongs to it, or will be called."""
+        if (id(values), key) in seen:
+            return
+        seen.add((id(values), key))
+        x = values[key]
+        if is_users(x) and (isinstance(x, type) or hasattr(x, "__code__")):
+            parts.extend([] if any(x is part for part in parts) else [x])
+        elif isinstance(x, ModuleType):
+            for part in sorted(vars(x).keys() & names) if is_users(x) else ():
+                look(f"{name}.{part}", vars(x), part, names)
+        else:
+            found.update(numbers_in_dict("", {key: x}, in_containers=True) and {name: (values, key)})
+            look_inside(name, x)
+
+    def look_inside(name: str, x) -> None:
+        if isinstance(x, dict | list | tuple):
+            for key, part in x.items() if isinstance(x, dict) else enumerate(x):
+                look_inside(f"{name}[{key!r}]", part)
+        elif isinstance(x, SimpleNamespace) or (is_users(x) and hasattr(x, "__dict__")):
+            parts.extend([] if isinstance(x, SimpleNamespace) or type(x) in parts else [type(x)])
+            for key in list(vars(x)):
+                look(f"{name}.{key}", vars(x), key, set())
+
     for part in parts:  # grows
-        kinds = [x for x in getattr(part, "__mro__", ()) if x.__module__ == __name__]
+        kinds = [x for x in getattr(part, "__mro__", ()) if is_users(x)]
         for kind in kinds:
             found |= numbers_in_dict(kind.__name__, vars(kind))
         methods = [x for kind in kinds for x in vars(kind).values()]
         functions = [part, *(getattr(x, "__func__", getattr(x, "fget", x)) for x in methods)]
-        codes = [getattr(x, "__wrapped__", x).__code__ for x in functions if hasattr(x, "__code__")]
-        for code in codes:  # grows by the code of nested functions
-            codes += [x for x in code.co_consts if hasattr(x, "co_names")]
-        for name in sorted(globals().keys() & {name for code in codes for name in code.co_names}):
-            x = globals()[name]
-            is_own = getattr(x, "__module__", None) == __name__ and hasattr(x, "__dict__")
-            if is_own and (isinstance(x, type) or hasattr(x, "__code__")):
-                parts += [x] * (x not in parts)
-            else:
-                parts += [type(x)] * (is_own and type(x) not in parts)
-                found |= numbers_in_dict("", {name: x}) and {name: (globals(), name)}
-                found |= numbers_in_dict(name, vars(x)) if is_own or isinstance(x, SimpleNamespace) else {}
+        functions = [x for x in (getattr(x, "__wrapped__", x) for x in functions) if hasattr(x, "__code__")]
+        for function in functions:
+            codes = [function.__code__]
+            for code in codes:  # grows by the code of nested functions
+                codes += [x for x in code.co_consts if hasattr(x, "co_names")]
+            names = {name for code in codes for name in code.co_names}
+            source = function.__globals__
+            for name in sorted(source.keys() & names):
+                look(name if source is globals() else f"{source['__name__']}.{name}", source, name, names)
     return found
 
 
@@ -1136,7 +1185,7 @@ def text_of(x) -> str:
     x = x.detach().double().cpu().numpy() if hasattr(x, "detach") else x
     if isinstance(x, dict):
         return "{" + ", ".join(f"{key!r}: {text_of(part)}" for key, part in x.items()) + "}"
-    if isinstance(x, list | tuple):
+    if isinstance(x, list | tuple | deque):
         return "[" + ", ".join(map(text_of, x)) + "]"
     if not isinstance(x, np.ndarray):
         return repr(x)
@@ -1155,8 +1204,9 @@ def get_weights(module: nn.Module) -> np.ndarray:
             values = ChainMap(vars(part), *map(vars, own))  # an object's own attribute wins, even one that comes later
             names = [(key, where) for key, (_, where) in numbers_in_dict(name, values, in_containers=True).items()]
             found += [(key, part, where, getattr(part, where)) for key, where in names]
-            objects = [(key, x) for key, x in vars(part).items() if type(x).__module__ in (__name__, "types")]
-            objects = [(key, x) for key, x in objects if hasattr(x, "__dict__") and all(x is not y for _, y in parts)]
+            objects = [(key, x) for key, x in vars(part).items() if is_users(x) or isinstance(x, SimpleNamespace)]
+            objects = [(key, x) for key, x in objects if hasattr(x, "__dict__") and not isinstance(x, ModuleType)]
+            objects = [(key, x) for key, x in objects if all(x is not y for _, y in parts)]
             parts += [(f"{name}.{key}".lstrip("."), x) for key, x in objects]
         # Not those that are empty at the start: caches, as is a tensor where there was None
         found = [where for where in found if not isinstance(where[-1], list | dict | set) or where[-1]]
@@ -2043,10 +2093,22 @@ def refuse_idle_calls() -> None:
     calls = [ast.unparse(x.func) for x in nodes if isinstance(x, ast.Call)]
     own = {x.name for x in nodes if isinstance(x, ast.FunctionDef)}
     idle = [call for call in calls if call.endswith(names) and call not in own]
+    idle = [] if fills_grad(nodes) else idle
+    for function in (x for x in nodes if isinstance(x, ast.FunctionDef)):  # others may have a `.backward`
+        parts = [*ast.walk(function)]
+        calls = [ast.unparse(x.func) for x in parts if isinstance(x, ast.Call)]
+        if any(call.endswith("autograd.grad") for call in calls) and not fills_grad(parts):
+            idle += [call for call in calls if call.endswith(names[:2]) and call not in own]
+    if idle:
+        fail(f"`{idle[0]}` would do nothing, as no `.grad` is set: use `clip` of ppo.py, and the `Adam` of this file")
+
+
+def fills_grad(nodes: list[ast.AST]) -> bool:
+    """Whether code calls `backward`, or sets a `.grad` to something."""
     sets = [x for x in nodes if isinstance(x, ast.Assign) and not isinstance(x.value, ast.Constant)]
     filled = [getattr(part, "attr", "") for x in sets for target in x.targets for part in ast.walk(target)]
-    if idle and "grad" not in filled and not any(call.endswith(".backward") for call in calls):
-        fail(f"`{idle[0]}` would do nothing, as no `.grad` is set: use `clip` of ppo.py, and the `Adam` of this file")
+    calls = [ast.unparse(x.func) for x in nodes if isinstance(x, ast.Call)]
+    return "grad" in filled or any(call.endswith(".backward") for call in calls)
 
 
 def typed_flags() -> list[str]:
@@ -2243,7 +2305,7 @@ class Run:
         given, self.settings = self.settings, asdict(self.args)
         if self.checkpoint and (twice := [name for name in given if given[name] != self.settings[name]]):
             fail(f"`args.{twice[0]}` changes before `run.open`, in this run a second time: use a variable of your own")
-        own = {"rng", "script", "args", "seconds", "global_step", "iteration", "num_updates"}
+        own = {"rng", "script", "args", "later_args", "seconds", "global_step", "iteration", "num_updates"}
         for name, part in state.items():
             if name in own:
                 fail(f"`run.open` can't keep `{name}` in checkpoints: they use this name; give it another one")
@@ -2251,6 +2313,8 @@ class Run:
                 fail(f"`run.open`: `{name}` needs `state_dict` and `load_state_dict`, as an nn.Module with buffers has")
         check_owners(state)
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
+        later = self.checkpoint.get("later_args", {})  # as a schedule in the loop had left them
+        later = {name: x for name, x in later.items() if self.checkpoint["args"][name] == self.settings[name]}
         if self.checkpoint:
             self.restore()
         self.first_rates = self.rates()
@@ -2286,6 +2350,10 @@ class Run:
         hidden = False if type(sys.stderr).__module__ == "ipykernel.iostream" else None  # None: but on a terminal
         self.bar = tqdm(total=total, initial=initial, unit=" steps", unit_scale=True, disable=hidden)
         self.at_end.callback(self.bar.close)
+        for name, x in later.items():
+            print(f"note: `args.{name}`, {self.settings[name]} before `run.open`, is {x} from here on", file=sys.stderr)
+        vars(self.args).update(later)
+        self.first_settings, self.settings = self.settings, asdict(self.args)
         self.start_time = time.perf_counter() - self.seconds
 
     def open_files(self) -> None:
@@ -2405,12 +2473,16 @@ class Run:
             self.save()
 
     def check_settings(self) -> None:
-        """Refuse a learning rate that changed in `args` while those of all optimizers stayed: nothing has read it."""
-        for name, old in self.settings.items():
-            is_rate, is_annealed = name.endswith(("learning_rate", "_lr")), getattr(self.args, "anneal_lr", False)
-            is_unread = is_rate and getattr(self.args, name) != old and not (name == "learning_rate" and is_annealed)
-            if is_unread and self.rates() == self.first_rates:
-                fail(f"nothing reads that `args.{name}` has changed: fill `learning_rate` of its Adam; {self.hint()}")
+        """Refuse a learning rate that changed in `args` while that of its optimizer stayed: nothing has read it."""
+        names = {name for name in self.settings if name.endswith(("learning_rate", "_lr"))}
+        names -= {"learning_rate"} if getattr(self.args, "anneal_lr", False) else set()
+        if not (changed := [name for name in sorted(names) if getattr(self.args, name) != self.settings[name]]):
+            return
+        pairs = [*zip(self.first_rates, self.rates(), strict=True)]
+        if len(changed) > sum(old != new for old, new in pairs):
+            idle = {old for old, new in pairs if old == new}
+            name = next((x for x in changed if float(np.float32(self.settings[x])) in idle), changed[0])
+            fail(f"nothing reads that `args.{name}` has changed: fill `learning_rate` of its Adam; {self.hint()}")
 
     def rates(self) -> list[float]:
         """The learning rates of all optimizers."""
@@ -2423,8 +2495,10 @@ class Run:
         if not all(weight.isfinite().all() for module in modules for weight in module.parameters()):
             sys.exit(f"error: weights are NaN or infinite at step {self.step}; {self.hint()}")
         state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng}
-        state |= {"script": Path(__file__).name, "args": asdict(self.args), "seconds": self.seconds}
-        state |= {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
+        later = {name: x for name, x in asdict(self.args).items() if x != self.first_settings[name]}
+        state |= {"script": Path(__file__).name, "args": self.first_settings, "later_args": later}
+        counters = {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
+        state |= counters | {"seconds": self.seconds}
         check_storable("state", state)  # parts of it may have another type than at the start
         new = self.dir / "checkpoint.tmp"
         try:

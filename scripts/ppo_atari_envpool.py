@@ -435,6 +435,8 @@ class Adam(nn.Module):
         """The state for a checkpoint; SystemExit(2) if frozen weights are to learn now, as no step changes them."""
         if any(weight.requires_grad for weight in self.frozen):
             fail("weights that were frozen when their Adam was made can't learn later")
+        if not self.steps and self.beta_factors.tolist() != self.beta_factors.new_tensor(self.betas).tolist():
+            fail("the `betas` of an Adam were changed, but its formula has the old ones: hand them to it, `betas=...`")
         return super().state_dict(**settings)
 
     def load_state_dict(self, state: dict) -> None:
@@ -499,7 +501,7 @@ def fail(message: str) -> NoReturn:
 
 def is_plain(x) -> bool:
     """Whether something is a number, a text, an array, or a container of nothing else."""
-    if isinstance(x, list | tuple | set | dict):
+    if isinstance(x, list | tuple | deque | set | dict):
         return all(map(is_plain, [*x, *x.values()] if isinstance(x, dict) else x))
     return isinstance(x, bool | int | float | str | np.generic | np.ndarray | None)
 
@@ -526,8 +528,8 @@ def copy_attributes(module: nn.Module, copy: nn.Module) -> nn.Module:
 
 def named(names: tuple[str, ...], values: Tensor) -> dict[str, float]:
     """Metrics by name, one for each value."""
-    if len(names) != len(values):
-        fail(f"an update gives {len(values)} metrics, but METRICS makes {len(names)} names of them")
+    if not len(names) == len(set(names)) == len(values):
+        fail(f"an update gives {len(values)} metrics, but METRICS makes {len(set(names))} different names of them")
     return dict(zip(names, values.tolist(), strict=True))
 
 
@@ -710,10 +712,22 @@ def refuse_idle_calls() -> None:
     calls = [ast.unparse(x.func) for x in nodes if isinstance(x, ast.Call)]
     own = {x.name for x in nodes if isinstance(x, ast.FunctionDef)}
     idle = [call for call in calls if call.endswith(names) and call not in own]
+    idle = [] if fills_grad(nodes) else idle
+    for function in (x for x in nodes if isinstance(x, ast.FunctionDef)):  # others may have a `.backward`
+        parts = [*ast.walk(function)]
+        calls = [ast.unparse(x.func) for x in parts if isinstance(x, ast.Call)]
+        if any(call.endswith("autograd.grad") for call in calls) and not fills_grad(parts):
+            idle += [call for call in calls if call.endswith(names[:2]) and call not in own]
+    if idle:
+        fail(f"`{idle[0]}` would do nothing, as no `.grad` is set: use `clip` of ppo.py, and the `Adam` of this file")
+
+
+def fills_grad(nodes: list[ast.AST]) -> bool:
+    """Whether code calls `backward`, or sets a `.grad` to something."""
     sets = [x for x in nodes if isinstance(x, ast.Assign) and not isinstance(x.value, ast.Constant)]
     filled = [getattr(part, "attr", "") for x in sets for target in x.targets for part in ast.walk(target)]
-    if idle and "grad" not in filled and not any(call.endswith(".backward") for call in calls):
-        fail(f"`{idle[0]}` would do nothing, as no `.grad` is set: use `clip` of ppo.py, and the `Adam` of this file")
+    calls = [ast.unparse(x.func) for x in nodes if isinstance(x, ast.Call)]
+    return "grad" in filled or any(call.endswith(".backward") for call in calls)
 
 
 def typed_flags() -> list[str]:
@@ -910,7 +924,7 @@ class Run:
         given, self.settings = self.settings, asdict(self.args)
         if self.checkpoint and (twice := [name for name in given if given[name] != self.settings[name]]):
             fail(f"`args.{twice[0]}` changes before `run.open`, in this run a second time: use a variable of your own")
-        own = {"rng", "script", "args", "seconds", "global_step", "iteration", "num_updates"}
+        own = {"rng", "script", "args", "later_args", "seconds", "global_step", "iteration", "num_updates"}
         for name, part in state.items():
             if name in own:
                 fail(f"`run.open` can't keep `{name}` in checkpoints: they use this name; give it another one")
@@ -918,6 +932,8 @@ class Run:
                 fail(f"`run.open`: `{name}` needs `state_dict` and `load_state_dict`, as an nn.Module with buffers has")
         check_owners(state)
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
+        later = self.checkpoint.get("later_args", {})  # as a schedule in the loop had left them
+        later = {name: x for name, x in later.items() if self.checkpoint["args"][name] == self.settings[name]}
         if self.checkpoint:
             self.restore()
         self.first_rates = self.rates()
@@ -953,6 +969,10 @@ class Run:
         hidden = False if type(sys.stderr).__module__ == "ipykernel.iostream" else None  # None: but on a terminal
         self.bar = tqdm(total=total, initial=initial, unit=" steps", unit_scale=True, disable=hidden)
         self.at_end.callback(self.bar.close)
+        for name, x in later.items():
+            print(f"note: `args.{name}`, {self.settings[name]} before `run.open`, is {x} from here on", file=sys.stderr)
+        vars(self.args).update(later)
+        self.first_settings, self.settings = self.settings, asdict(self.args)
         self.start_time = time.perf_counter() - self.seconds
 
     def open_files(self) -> None:
@@ -1072,12 +1092,16 @@ class Run:
             self.save()
 
     def check_settings(self) -> None:
-        """Refuse a learning rate that changed in `args` while those of all optimizers stayed: nothing has read it."""
-        for name, old in self.settings.items():
-            is_rate, is_annealed = name.endswith(("learning_rate", "_lr")), getattr(self.args, "anneal_lr", False)
-            is_unread = is_rate and getattr(self.args, name) != old and not (name == "learning_rate" and is_annealed)
-            if is_unread and self.rates() == self.first_rates:
-                fail(f"nothing reads that `args.{name}` has changed: fill `learning_rate` of its Adam; {self.hint()}")
+        """Refuse a learning rate that changed in `args` while that of its optimizer stayed: nothing has read it."""
+        names = {name for name in self.settings if name.endswith(("learning_rate", "_lr"))}
+        names -= {"learning_rate"} if getattr(self.args, "anneal_lr", False) else set()
+        if not (changed := [name for name in sorted(names) if getattr(self.args, name) != self.settings[name]]):
+            return
+        pairs = [*zip(self.first_rates, self.rates(), strict=True)]
+        if len(changed) > sum(old != new for old, new in pairs):
+            idle = {old for old, new in pairs if old == new}
+            name = next((x for x in changed if float(np.float32(self.settings[x])) in idle), changed[0])
+            fail(f"nothing reads that `args.{name}` has changed: fill `learning_rate` of its Adam; {self.hint()}")
 
     def rates(self) -> list[float]:
         """The learning rates of all optimizers."""
@@ -1090,8 +1114,10 @@ class Run:
         if not all(weight.isfinite().all() for module in modules for weight in module.parameters()):
             sys.exit(f"error: weights are NaN or infinite at step {self.step}; {self.hint()}")
         state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng}
-        state |= {"script": Path(__file__).name, "args": asdict(self.args), "seconds": self.seconds}
-        state |= {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
+        later = {name: x for name, x in asdict(self.args).items() if x != self.first_settings[name]}
+        state |= {"script": Path(__file__).name, "args": self.first_settings, "later_args": later}
+        counters = {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
+        state |= counters | {"seconds": self.seconds}
         check_storable("state", state)  # parts of it may have another type than at the start
         new = self.dir / "checkpoint.tmp"
         try:

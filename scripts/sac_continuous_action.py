@@ -514,6 +514,8 @@ class Adam(nn.Module):
         """The state for a checkpoint; SystemExit(2) if frozen weights are to learn now, as no step changes them."""
         if any(weight.requires_grad for weight in self.frozen):
             fail("weights that were frozen when their Adam was made can't learn later")
+        if not self.steps and self.beta_factors.tolist() != self.beta_factors.new_tensor(self.betas).tolist():
+            fail("the `betas` of an Adam were changed, but its formula has the old ones: hand them to it, `betas=...`")
         return super().state_dict(**settings)
 
     def load_state_dict(self, state: dict) -> None:
@@ -561,8 +563,8 @@ def fail(message: str) -> NoReturn:
 
 def named(names: tuple[str, ...], values: Tensor) -> dict[str, float]:
     """Metrics by name, one for each value."""
-    if len(names) != len(values):
-        fail(f"an update gives {len(values)} metrics, but METRICS makes {len(names)} names of them")
+    if not len(names) == len(set(names)) == len(values):
+        fail(f"an update gives {len(values)} metrics, but METRICS makes {len(set(names))} different names of them")
     return dict(zip(names, values.tolist(), strict=True))
 
 
@@ -608,8 +610,10 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
-def become_worker() -> None:
-    """In a worker process: end soon after the parent, and leave signals to it."""
+def become_worker(seed: int) -> None:
+    """In a worker process: draw numbers of its own, also from global generators; leave signals to the parent."""
+    random.seed(seed)
+    np.random.seed(seed)  # of which all workers would else inherit the same state
     threading.Thread(target=end_with_parent, daemon=True).start()
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
@@ -641,6 +645,13 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     if "mujoco" in str(env):
         importlib.import_module("mujoco").set_mju_user_warning(show_warning)
     env = wrap(gym.make(env, disable_env_checker=True, **settings))
+    layer = env
+    while isinstance(layer, gym.Wrapper):
+        if (name := type(layer).__name__) in ("NormalizeObservation", "NormalizeReward"):
+            raise ValueError(
+                f"no checkpoint has the statistics of `{name}`: normalize as ppo_continuous_action.py does"
+            )
+        layer = layer.env
     if not env.observation_space.is_np_flattenable:
         raise ValueError(f"observations are {env.observation_space}, of which there is no vector")
     if isinstance(env.observation_space, gym.spaces.Box) and env.observation_space.dtype.kind in "iu":
@@ -701,6 +712,12 @@ class SyncEnvs:
         self.done = terminated | truncated
         return np.array(rows), reward, terminated, truncated, infos
 
+    def set_attr(self, name: str, values) -> None:
+        """As that of worker processes: the same value for all, or a list or tuple with one for each."""
+        each = values if isinstance(values, list | tuple) else [values] * len(self.envs)
+        for env, value in zip(self.envs, each, strict=True):
+            env.set_wrapper_attr(name, value)
+
     def close(self) -> None:
         for env in self.envs:
             env.close()
@@ -724,9 +741,9 @@ class WorkerEnv(gym.Wrapper):
     `info` would cut off the decimals of others. The parent makes one, too, to learn the spaces.
     """
 
-    def __init__(self, env_fn, parent: int):
+    def __init__(self, env_fn, seed: int, parent: int):
         if os.getpid() != parent:
-            become_worker()
+            become_worker(seed)
         super().__init__(env_fn())
         self.shape = self.observation_space.shape  # which each step would look up through all wrappers
 
@@ -775,7 +792,7 @@ def light_start():
         os.environ |= {} if threads is None else {"OMP_NUM_THREADS": threads}
 
 
-def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
+def worker_envs(env_fns: list, seeds: list[int]) -> gym.vector.AsyncVectorEnv:
     """Environments, each in a worker process of its own."""
     print(f"starting {len(env_fns)} worker processes", file=sys.stderr)
     multiprocessing.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
@@ -785,7 +802,7 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
             signal.signal(signum, lambda signum, _frame: sys.exit(128 + signum))  # a constructor may hang
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
-            workers = [partial(WorkerEnv, env_fn, os.getpid()) for env_fn in env_fns]
+            workers = [partial(WorkerEnv, *x, os.getpid()) for x in zip(env_fns, seeds, strict=True)]
             vector = gym.vector.AsyncVectorEnv(workers, context="forkserver")
         except BaseException as error:  # a signal; or a worker has died, and others may hang
             for process in multiprocessing.active_children():
@@ -860,7 +877,7 @@ class Envs:
             else:
                 # The spec instead of the id, since a worker process does not know what this file registers
                 env_fns = [partial(make_env, gym.registry.get(args.env_id, args.env_id), settings)] * len(seeds)
-                self.vector = (SyncEnvs if in_process else worker_envs)(env_fns)
+                self.vector = SyncEnvs(env_fns) if in_process else worker_envs(env_fns, seeds)
                 self.observation_space = self.vector.single_observation_space
                 self.action_space = self.vector.single_action_space
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
@@ -1024,10 +1041,22 @@ def refuse_idle_calls() -> None:
     calls = [ast.unparse(x.func) for x in nodes if isinstance(x, ast.Call)]
     own = {x.name for x in nodes if isinstance(x, ast.FunctionDef)}
     idle = [call for call in calls if call.endswith(names) and call not in own]
+    idle = [] if fills_grad(nodes) else idle
+    for function in (x for x in nodes if isinstance(x, ast.FunctionDef)):  # others may have a `.backward`
+        parts = [*ast.walk(function)]
+        calls = [ast.unparse(x.func) for x in parts if isinstance(x, ast.Call)]
+        if any(call.endswith("autograd.grad") for call in calls) and not fills_grad(parts):
+            idle += [call for call in calls if call.endswith(names[:2]) and call not in own]
+    if idle:
+        fail(f"`{idle[0]}` would do nothing, as no `.grad` is set: use `clip` of ppo.py, and the `Adam` of this file")
+
+
+def fills_grad(nodes: list[ast.AST]) -> bool:
+    """Whether code calls `backward`, or sets a `.grad` to something."""
     sets = [x for x in nodes if isinstance(x, ast.Assign) and not isinstance(x.value, ast.Constant)]
     filled = [getattr(part, "attr", "") for x in sets for target in x.targets for part in ast.walk(target)]
-    if idle and "grad" not in filled and not any(call.endswith(".backward") for call in calls):
-        fail(f"`{idle[0]}` would do nothing, as no `.grad` is set: use `clip` of ppo.py, and the `Adam` of this file")
+    calls = [ast.unparse(x.func) for x in nodes if isinstance(x, ast.Call)]
+    return "grad" in filled or any(call.endswith(".backward") for call in calls)
 
 
 def typed_flags() -> list[str]:
@@ -1224,7 +1253,7 @@ class Run:
         given, self.settings = self.settings, asdict(self.args)
         if self.checkpoint and (twice := [name for name in given if given[name] != self.settings[name]]):
             fail(f"`args.{twice[0]}` changes before `run.open`, in this run a second time: use a variable of your own")
-        own = {"rng", "script", "args", "seconds", "global_step", "iteration", "num_updates"}
+        own = {"rng", "script", "args", "later_args", "seconds", "global_step", "iteration", "num_updates"}
         for name, part in state.items():
             if name in own:
                 fail(f"`run.open` can't keep `{name}` in checkpoints: they use this name; give it another one")
@@ -1232,6 +1261,8 @@ class Run:
                 fail(f"`run.open`: `{name}` needs `state_dict` and `load_state_dict`, as an nn.Module with buffers has")
         check_owners(state)
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
+        later = self.checkpoint.get("later_args", {})  # as a schedule in the loop had left them
+        later = {name: x for name, x in later.items() if self.checkpoint["args"][name] == self.settings[name]}
         if self.checkpoint:
             self.restore()
         self.first_rates = self.rates()
@@ -1267,6 +1298,10 @@ class Run:
         hidden = False if type(sys.stderr).__module__ == "ipykernel.iostream" else None  # None: but on a terminal
         self.bar = tqdm(total=total, initial=initial, unit=" steps", unit_scale=True, disable=hidden)
         self.at_end.callback(self.bar.close)
+        for name, x in later.items():
+            print(f"note: `args.{name}`, {self.settings[name]} before `run.open`, is {x} from here on", file=sys.stderr)
+        vars(self.args).update(later)
+        self.first_settings, self.settings = self.settings, asdict(self.args)
         self.start_time = time.perf_counter() - self.seconds
 
     def open_files(self) -> None:
@@ -1386,12 +1421,16 @@ class Run:
             self.save()
 
     def check_settings(self) -> None:
-        """Refuse a learning rate that changed in `args` while those of all optimizers stayed: nothing has read it."""
-        for name, old in self.settings.items():
-            is_rate, is_annealed = name.endswith(("learning_rate", "_lr")), getattr(self.args, "anneal_lr", False)
-            is_unread = is_rate and getattr(self.args, name) != old and not (name == "learning_rate" and is_annealed)
-            if is_unread and self.rates() == self.first_rates:
-                fail(f"nothing reads that `args.{name}` has changed: fill `learning_rate` of its Adam; {self.hint()}")
+        """Refuse a learning rate that changed in `args` while that of its optimizer stayed: nothing has read it."""
+        names = {name for name in self.settings if name.endswith(("learning_rate", "_lr"))}
+        names -= {"learning_rate"} if getattr(self.args, "anneal_lr", False) else set()
+        if not (changed := [name for name in sorted(names) if getattr(self.args, name) != self.settings[name]]):
+            return
+        pairs = [*zip(self.first_rates, self.rates(), strict=True)]
+        if len(changed) > sum(old != new for old, new in pairs):
+            idle = {old for old, new in pairs if old == new}
+            name = next((x for x in changed if float(np.float32(self.settings[x])) in idle), changed[0])
+            fail(f"nothing reads that `args.{name}` has changed: fill `learning_rate` of its Adam; {self.hint()}")
 
     def rates(self) -> list[float]:
         """The learning rates of all optimizers."""
@@ -1404,8 +1443,10 @@ class Run:
         if not all(weight.isfinite().all() for module in modules for weight in module.parameters()):
             sys.exit(f"error: weights are NaN or infinite at step {self.step}; {self.hint()}")
         state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng}
-        state |= {"script": Path(__file__).name, "args": asdict(self.args), "seconds": self.seconds}
-        state |= {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
+        later = {name: x for name, x in asdict(self.args).items() if x != self.first_settings[name]}
+        state |= {"script": Path(__file__).name, "args": self.first_settings, "later_args": later}
+        counters = {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
+        state |= counters | {"seconds": self.seconds}
         check_storable("state", state)  # parts of it may have another type than at the start
         new = self.dir / "checkpoint.tmp"
         try:

@@ -498,6 +498,8 @@ class Adam(nn.Module):
         """The state for a checkpoint; SystemExit(2) if frozen weights are to learn now, as no step changes them."""
         if any(weight.requires_grad for weight in self.frozen):
             fail("weights that were frozen when their Adam was made can't learn later")
+        if not self.steps and self.beta_factors.tolist() != self.beta_factors.new_tensor(self.betas).tolist():
+            fail("the `betas` of an Adam were changed, but its formula has the old ones: hand them to it, `betas=...`")
         return super().state_dict(**settings)
 
     def load_state_dict(self, state: dict) -> None:
@@ -543,7 +545,7 @@ def compiled(device: torch.device, *functions, **more_options):
     With a graph break at the gradient, PPO has two thirds of the speed. On a CPU, kernels are launched from C++, not
     Python, random numbers come from PyTorch's own kernels, and the test for AVX support of the C++ compiler is skipped:
     it takes a second at each start, five with an empty cache. A call checks only tensors (type, device, and shape:
-    each gets a graph of its own); `refuse_changes` checks everything else that was compiled in. `more_options` are
+    up to 8 get their own graphs); `refuse_changes` checks everything else that was compiled in. `more_options` are
     further ones of Inductor.
     """
     if device.type == "cpu":
@@ -566,7 +568,8 @@ def compiled(device: torch.device, *functions, **more_options):
     for_cuda = {"layout_optimization": False, "comprehensive_padding": False}
     options |= {"unroll_reductions_threshold": 1} if device.type == "cpu" else for_cuda
     options |= {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe} | more_options
-    return [tensors_only(torch.compile(f, fullgraph=True, dynamic=False, options=options.copy())) for f in functions]
+    made = [torch.compile(f, fullgraph=True, dynamic=False, options=options.copy()) for f in functions]
+    return [tensors_only(function, is_compiled=True) for function in made]
 
 
 def check_adam() -> None:
@@ -714,9 +717,10 @@ def refuse_changes(function):
 
     Compiled code and CUDA graphs keep the values that they first read and would silently ignore a change. So a change
     ends the program, with its name and exit code 2, compiled or not. Tensors may change in place. The first 100 calls
-    check everything, each later one an eighth, in a few microseconds: a change is found within eight calls.
+    check everything, each later one an eighth, in a few microseconds: a change that lasts is found within 15 calls. The
+    order is random, as else one for every 800th call alone might always meet the same eighth.
     """
-    call, parts, number = tensors_only(function), [], 0
+    call, parts, number, order, draws = tensors_only(function), [], 0, [], random.Random(0)
 
     def checked(*inputs):
         nonlocal number
@@ -735,7 +739,9 @@ def refuse_changes(function):
                 groups = [(same[0][1], [x[2] for x in same], [x[3] for x in same]) for same in by_how]
                 first = [x for group in groups for x in map(*group)]
                 parts.append(([x[0] for same in by_how for x in same], groups, first, [*map(id, first)]))
-        for found_names, groups, first, ids in parts if number < 100 else parts[number % 8 :][:1]:
+        if number >= 100 and not order:
+            order[:] = draws.sample(range(8), 8)
+        for found_names, groups, first, ids in parts if number < 100 else [parts[order.pop()]]:
             try:
                 now = [x for group in groups for x in map(*group)]
             except (AttributeError, LookupError, ValueError) as error:  # the last of a variable that was deleted
@@ -743,9 +749,16 @@ def refuse_changes(function):
             if [*map(id, now)] != ids:
                 check_equal(found_names, first, now)
         number += 1
-        return call(*inputs)
+        CHECKED.append(function)
+        try:
+            return call(*inputs)
+        finally:
+            CHECKED.pop()
 
     return checked
+
+
+CHECKED = []  # functions of `refuse_changes` that are running
 
 
 def check_stack(critics: nn.ModuleList, actor: nn.Module, *inputs: Tensor) -> None:
@@ -786,6 +799,11 @@ def transposed(stack: Tensor) -> Tensor:
     return nn.Parameter(data, stack.requires_grad) if is_weight else nn.Buffer(data)
 
 
+def is_called_by_library() -> bool:
+    """Whether the function that asks this was called from Python or a package, not from a user's file."""
+    return sys._getframe(2).f_code.co_filename.startswith(LIBRARIES)
+
+
 class Stack(TensorDictParams):
     """The weights of critics, stacked (2, ...). It has no layers and no single critics, so SystemExit(2) for who asks.
 
@@ -798,6 +816,16 @@ class Stack(TensorDictParams):
 
     modules = apply = __iter__ = refuse
 
+    def named_modules(self, *args, **settings):
+        """PyTorch calls these three itself, and gets what it asks for."""
+        return super().named_modules(*args, **settings) if is_called_by_library() else self.refuse()
+
+    def named_children(self):
+        return super().named_children() if is_called_by_library() else self.refuse()
+
+    def children(self):
+        return super().children() if is_called_by_library() else self.refuse()
+
     def __getitem__(self, index):
         """A slice, such as that of the first critic, `[:1]`."""
         return self.refuse() if isinstance(index, int) else super().__getitem__(index)
@@ -809,7 +837,7 @@ class Stack(TensorDictParams):
         return copy
 
 
-def tensors_only(function):
+def tensors_only(function, is_compiled: bool = False):
     """Wrap a compiled function or graph: SystemExit(2) for an argument that is no tensor, since compiled code would
     keep the first one, and for code that can't be compiled.
     """
@@ -819,8 +847,15 @@ def tensors_only(function):
             i, x = next((i, x) for i, x in enumerate(inputs, 1) if not isinstance(x, Tensor))
             what = f"argument {i}, {x!r}, of `{getattr(function, '__name__', 'a compiled function')}`"
             fail(f"{what} is no tensor: compiled code would keep the first one; make it a tensor")
+        if is_compiled and not CHECKED:
+            fail(f"`{checked.__name__}` is compiled, but no `refuse_changes` around it looks for numbers that change")
         try:
             return function(*inputs)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:
+            limit, name = torch._dynamo.config.recompile_limit, getattr(function, "__name__", "a function")
+            fail(
+                f"`{name}` was compiled for {limit} shapes of its inputs, the most there can be: keep shapes, mask rows"
+            )
         except torch._dynamo.exc.TorchDynamoException as error:
             reason, *lines = str(error).replace("raised:\n", "raised: ").splitlines()
             handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
@@ -834,6 +869,7 @@ def tensors_only(function):
             place = [": ".join(map(str.strip, lines[i : i + 2])) for i in own[-1:]]
             cause = [line.partition("): got ")[2] for line in lines if "): got " in line][:1]
             hints = ["use `Adam` instead of an optimizer of torch.optim"] * ("`Optimizer." in str(error))
+            hints += ["draw random numbers by PyTorch"] * ("data-dependent" in reason)
             hints += ["--no-compile does without"]
             fail(f"this can't be compiled: {'; '.join([reason, *cause, *place, *hints])}")
 
@@ -855,7 +891,8 @@ def check_equal(names: list[str], first: list, now: list) -> None:
     for name, old, new in zip(names, first, now, strict=True):
         if hasattr(old, "__next__") or isinstance(old, generators):
             root, is_part, _ = name.partition(".")
-            hint = f"; if it needs something else of `{root}`, read that before, into a variable" * bool(is_part)
+            hint = f"; if it needs a constant of `{root}`, read that before, into a variable" * bool(is_part)
+            hint += ", and for a number that changes make a tensor, filled in the loop" * bool(is_part)
             fail(f"`{name}` is a {type(old).__name__}, which compiled code reads only once: use tensors instead{hint}")
         is_number = isinstance(old, bool | int | float | str | np.generic | None)
         if is_number and (type(new) is not type(old) or new != old):
@@ -882,8 +919,8 @@ def fail(message: str) -> NoReturn:
 
 def named(names: tuple[str, ...], values: Tensor) -> dict[str, float]:
     """Metrics by name, one for each value."""
-    if len(names) != len(values):
-        fail(f"an update gives {len(values)} metrics, but METRICS makes {len(names)} names of them")
+    if not len(names) == len(set(names)) == len(values):
+        fail(f"an update gives {len(values)} metrics, but METRICS makes {len(set(names))} different names of them")
     return dict(zip(names, values.tolist(), strict=True))
 
 
@@ -929,8 +966,10 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
-def become_worker() -> None:
-    """In a worker process: end soon after the parent, and leave signals to it."""
+def become_worker(seed: int) -> None:
+    """In a worker process: draw numbers of its own, also from global generators; leave signals to the parent."""
+    random.seed(seed)
+    np.random.seed(seed)  # of which all workers would else inherit the same state
     threading.Thread(target=end_with_parent, daemon=True).start()
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
@@ -962,6 +1001,13 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     if "mujoco" in str(env):
         importlib.import_module("mujoco").set_mju_user_warning(show_warning)
     env = wrap(gym.make(env, disable_env_checker=True, **settings))
+    layer = env
+    while isinstance(layer, gym.Wrapper):
+        if (name := type(layer).__name__) in ("NormalizeObservation", "NormalizeReward"):
+            raise ValueError(
+                f"no checkpoint has the statistics of `{name}`: normalize as ppo_continuous_action.py does"
+            )
+        layer = layer.env
     if not env.observation_space.is_np_flattenable:
         raise ValueError(f"observations are {env.observation_space}, of which there is no vector")
     if isinstance(env.observation_space, gym.spaces.Box) and env.observation_space.dtype.kind in "iu":
@@ -1022,6 +1068,12 @@ class SyncEnvs:
         self.done = terminated | truncated
         return np.array(rows), reward, terminated, truncated, infos
 
+    def set_attr(self, name: str, values) -> None:
+        """As that of worker processes: the same value for all, or a list or tuple with one for each."""
+        each = values if isinstance(values, list | tuple) else [values] * len(self.envs)
+        for env, value in zip(self.envs, each, strict=True):
+            env.set_wrapper_attr(name, value)
+
     def close(self) -> None:
         for env in self.envs:
             env.close()
@@ -1045,9 +1097,9 @@ class WorkerEnv(gym.Wrapper):
     `info` would cut off the decimals of others. The parent makes one, too, to learn the spaces.
     """
 
-    def __init__(self, env_fn, parent: int):
+    def __init__(self, env_fn, seed: int, parent: int):
         if os.getpid() != parent:
-            become_worker()
+            become_worker(seed)
         super().__init__(env_fn())
         self.shape = self.observation_space.shape  # which each step would look up through all wrappers
 
@@ -1096,7 +1148,7 @@ def light_start():
         os.environ |= {} if threads is None else {"OMP_NUM_THREADS": threads}
 
 
-def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
+def worker_envs(env_fns: list, seeds: list[int]) -> gym.vector.AsyncVectorEnv:
     """Environments, each in a worker process of its own."""
     print(f"starting {len(env_fns)} worker processes", file=sys.stderr)
     multiprocessing.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
@@ -1106,7 +1158,7 @@ def worker_envs(env_fns: list) -> gym.vector.AsyncVectorEnv:
             signal.signal(signum, lambda signum, _frame: sys.exit(128 + signum))  # a constructor may hang
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
-            workers = [partial(WorkerEnv, env_fn, os.getpid()) for env_fn in env_fns]
+            workers = [partial(WorkerEnv, *x, os.getpid()) for x in zip(env_fns, seeds, strict=True)]
             vector = gym.vector.AsyncVectorEnv(workers, context="forkserver")
         except BaseException as error:  # a signal; or a worker has died, and others may hang
             for process in multiprocessing.active_children():
@@ -1181,7 +1233,7 @@ class Envs:
             else:
                 # The spec instead of the id, since a worker process does not know what this file registers
                 env_fns = [partial(make_env, gym.registry.get(args.env_id, args.env_id), settings)] * len(seeds)
-                self.vector = (SyncEnvs if in_process else worker_envs)(env_fns)
+                self.vector = SyncEnvs(env_fns) if in_process else worker_envs(env_fns, seeds)
                 self.observation_space = self.vector.single_observation_space
                 self.action_space = self.vector.single_action_space
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
@@ -1345,10 +1397,22 @@ def refuse_idle_calls() -> None:
     calls = [ast.unparse(x.func) for x in nodes if isinstance(x, ast.Call)]
     own = {x.name for x in nodes if isinstance(x, ast.FunctionDef)}
     idle = [call for call in calls if call.endswith(names) and call not in own]
+    idle = [] if fills_grad(nodes) else idle
+    for function in (x for x in nodes if isinstance(x, ast.FunctionDef)):  # others may have a `.backward`
+        parts = [*ast.walk(function)]
+        calls = [ast.unparse(x.func) for x in parts if isinstance(x, ast.Call)]
+        if any(call.endswith("autograd.grad") for call in calls) and not fills_grad(parts):
+            idle += [call for call in calls if call.endswith(names[:2]) and call not in own]
+    if idle:
+        fail(f"`{idle[0]}` would do nothing, as no `.grad` is set: use `clip` of ppo.py, and the `Adam` of this file")
+
+
+def fills_grad(nodes: list[ast.AST]) -> bool:
+    """Whether code calls `backward`, or sets a `.grad` to something."""
     sets = [x for x in nodes if isinstance(x, ast.Assign) and not isinstance(x.value, ast.Constant)]
     filled = [getattr(part, "attr", "") for x in sets for target in x.targets for part in ast.walk(target)]
-    if idle and "grad" not in filled and not any(call.endswith(".backward") for call in calls):
-        fail(f"`{idle[0]}` would do nothing, as no `.grad` is set: use `clip` of ppo.py, and the `Adam` of this file")
+    calls = [ast.unparse(x.func) for x in nodes if isinstance(x, ast.Call)]
+    return "grad" in filled or any(call.endswith(".backward") for call in calls)
 
 
 def typed_flags() -> list[str]:
@@ -1545,7 +1609,7 @@ class Run:
         given, self.settings = self.settings, asdict(self.args)
         if self.checkpoint and (twice := [name for name in given if given[name] != self.settings[name]]):
             fail(f"`args.{twice[0]}` changes before `run.open`, in this run a second time: use a variable of your own")
-        own = {"rng", "script", "args", "seconds", "global_step", "iteration", "num_updates"}
+        own = {"rng", "script", "args", "later_args", "seconds", "global_step", "iteration", "num_updates"}
         for name, part in state.items():
             if name in own:
                 fail(f"`run.open` can't keep `{name}` in checkpoints: they use this name; give it another one")
@@ -1553,6 +1617,8 @@ class Run:
                 fail(f"`run.open`: `{name}` needs `state_dict` and `load_state_dict`, as an nn.Module with buffers has")
         check_owners(state)
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
+        later = self.checkpoint.get("later_args", {})  # as a schedule in the loop had left them
+        later = {name: x for name, x in later.items() if self.checkpoint["args"][name] == self.settings[name]}
         if self.checkpoint:
             self.restore()
         self.first_rates = self.rates()
@@ -1588,6 +1654,10 @@ class Run:
         hidden = False if type(sys.stderr).__module__ == "ipykernel.iostream" else None  # None: but on a terminal
         self.bar = tqdm(total=total, initial=initial, unit=" steps", unit_scale=True, disable=hidden)
         self.at_end.callback(self.bar.close)
+        for name, x in later.items():
+            print(f"note: `args.{name}`, {self.settings[name]} before `run.open`, is {x} from here on", file=sys.stderr)
+        vars(self.args).update(later)
+        self.first_settings, self.settings = self.settings, asdict(self.args)
         self.start_time = time.perf_counter() - self.seconds
 
     def open_files(self) -> None:
@@ -1707,12 +1777,16 @@ class Run:
             self.save()
 
     def check_settings(self) -> None:
-        """Refuse a learning rate that changed in `args` while those of all optimizers stayed: nothing has read it."""
-        for name, old in self.settings.items():
-            is_rate, is_annealed = name.endswith(("learning_rate", "_lr")), getattr(self.args, "anneal_lr", False)
-            is_unread = is_rate and getattr(self.args, name) != old and not (name == "learning_rate" and is_annealed)
-            if is_unread and self.rates() == self.first_rates:
-                fail(f"nothing reads that `args.{name}` has changed: fill `learning_rate` of its Adam; {self.hint()}")
+        """Refuse a learning rate that changed in `args` while that of its optimizer stayed: nothing has read it."""
+        names = {name for name in self.settings if name.endswith(("learning_rate", "_lr"))}
+        names -= {"learning_rate"} if getattr(self.args, "anneal_lr", False) else set()
+        if not (changed := [name for name in sorted(names) if getattr(self.args, name) != self.settings[name]]):
+            return
+        pairs = [*zip(self.first_rates, self.rates(), strict=True)]
+        if len(changed) > sum(old != new for old, new in pairs):
+            idle = {old for old, new in pairs if old == new}
+            name = next((x for x in changed if float(np.float32(self.settings[x])) in idle), changed[0])
+            fail(f"nothing reads that `args.{name}` has changed: fill `learning_rate` of its Adam; {self.hint()}")
 
     def rates(self) -> list[float]:
         """The learning rates of all optimizers."""
@@ -1725,8 +1799,10 @@ class Run:
         if not all(weight.isfinite().all() for module in modules for weight in module.parameters()):
             sys.exit(f"error: weights are NaN or infinite at step {self.step}; {self.hint()}")
         state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng}
-        state |= {"script": Path(__file__).name, "args": asdict(self.args), "seconds": self.seconds}
-        state |= {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
+        later = {name: x for name, x in asdict(self.args).items() if x != self.first_settings[name]}
+        state |= {"script": Path(__file__).name, "args": self.first_settings, "later_args": later}
+        counters = {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
+        state |= counters | {"seconds": self.seconds}
         check_storable("state", state)  # parts of it may have another type than at the start
         new = self.dir / "checkpoint.tmp"
         try:

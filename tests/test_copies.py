@@ -513,7 +513,8 @@ def test_what_is_refused_for_an_object_behind_it_says_what_to_do(copy, train_cop
         change = BONUS, "args.ent_coef * entropy * run.args.ent_coef"
         train_copy(copy("ppo_torchcompile", change), "ppo_torchcompile", compile=False, sync_envs=True)
     error = capsys.readouterr().err
-    assert end.value.code == 2 and "if it needs something else of `run`, read that before" in error
+    assert end.value.code == 2 and "if it needs a constant of `run`, read that before" in error
+    assert "for a number that changes make a tensor, filled in the loop" in error
 
 
 def test_a_hook_that_compiled_code_would_not_call_is_refused(copy, train_copy, capsys):
@@ -616,7 +617,9 @@ def test_a_number_on_the_cpu_that_a_graph_reads_is_refused(capsys):
 @pytest.mark.slow
 def test_each_size_is_compiled_by_itself():
     """A branch on a size is part of the graph of that size, and others have graphs of their own."""
-    (function,) = load("ppo_torchcompile").compiled(torch.device("cpu"), lambda x: x.sum() * (2 if len(x) < 20 else 1))
+    script = load("ppo_torchcompile")
+    (function,) = script.compiled(torch.device("cpu"), lambda x: x.sum() * (2 if len(x) < 20 else 1))
+    function = script.refuse_changes(function)
     for size in (10, 30, 50, 15, 30):
         assert function(torch.ones(size)) == size * (2 if size < 20 else 1)
 
@@ -820,7 +823,7 @@ def test_packages_are_libraries_in_whatever_folder(copy, tmp_path, monkeypatch):
     assert module.is_own(mine) and module.is_own(module.gae) and module.is_own(module.Args)
 
 
-def test_a_late_change_is_found_within_eight_calls(capsys):
+def test_a_late_change_is_found_within_15_calls(capsys):
     """Whichever of many numbers it is."""
     for name in ("a", "b", "c", "d", "e", "f", "g", "h", "i"):
         own = SimpleNamespace(a=1, b=2, c=3, d=4, e=5, f=6, g=7, h=8, i=9)
@@ -831,9 +834,23 @@ def test_a_late_change_is_found_within_eight_calls(capsys):
             function(torch.zeros(()))
         setattr(own, name, 0)
         with pytest.raises(SystemExit):
-            for _ in range(8):
+            for _ in range(15):
                 function(torch.zeros(()))
         assert f".{name}` was" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("period", [8, 64, 800])
+def test_a_change_for_one_call_in_many_is_found_in_the_end(capsys, period):
+    """Whatever the period is: no part of what is checked goes with it."""
+    own = SimpleNamespace(**{f"x{i}": i for i in range(8)})
+    function = load("ppo_torchcompile").refuse_changes(
+        lambda x: x + own.x0 + own.x1 + own.x2 + own.x3 + own.x4 + own.x5 + own.x6 + own.x7
+    )
+    with pytest.raises(SystemExit):
+        for i in range(60 * period):
+            own.x3 = 0 if i > 100 and i % period == 0 else 3
+            function(torch.zeros(()))
+    assert "x3` was 3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -1090,6 +1107,18 @@ def test_a_tenth_more_of_each_logit_is_seen_whatever_the_size_of_observations(si
     assert "the policy that acts differs" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("least", [-1e8, -1e9, -np.inf])
+def test_masked_logits_do_not_hide_that_the_others_differ(least, capsys):
+    script, generator = load("ppo"), np.random.default_rng(1)
+    logits, obs = generator.normal(size=(64, 4)), generator.normal(size=(64, 8))
+    masked = np.where(generator.random((64, 4)) < 0.5, least, logits)
+    script.check_same(masked, torch.from_numpy(masked), obs)
+    for others in (np.where(masked < -1e7, masked, 1.1 * logits), logits):  # a factor, or the mask, was forgotten
+        with pytest.raises(SystemExit):
+            script.check_same(others, torch.from_numpy(masked), obs)
+        assert "the policy that acts differs" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("twin", ["", "_torchcompile"])
 def test_noise_that_falls_to_zero_works_as_the_page_says(copy, train_copy, twin):
@@ -1198,6 +1227,9 @@ def test_layers_that_critics_share_are_refused_by_the_twin(copy, train_copy, cap
     "line",
     [
         "[layer for layer in critics.modules()]",
+        "[layer for _, layer in critics.named_modules()]",
+        "[layer for layer in target_critics.children()]",
+        "dict(critics.named_children())",
         "target_critics.apply(print)",
         "for critic in critics: critic.scale = 0.0",
         "target_critics[0].requires_grad_(False)",
@@ -1714,13 +1746,15 @@ def test_a_schedule_of_the_network_reaches_the_copy_that_acts(copy, train_copy, 
         "net[0].power = 2.0",
         "net[0].moments['mean'].fill_(1.0)",
         "net[0].schedule.value = 0.5",
+        "net[0].beside.scale = 0.5",
     ],
 )
-def test_a_number_of_the_network_that_no_runner_gets_is_refused_when_it_changes(monkeypatch, capsys, change):
+def test_a_number_of_the_network_that_no_runner_gets_is_refused_when_it_changes(monkeypatch, capsys, beside, change):
     monkeypatch.setattr(Scaled, "power", 1.0)
     script, net = defining("get_weights"), nn.Sequential(Scaled(), nn.LeakyReLU())
     net[0].moments, net[0].schedule = {"mean": torch.zeros(20)}, SimpleNamespace(value=1.0)
     net[0].schedule.of = net[0].schedule  # objects may refer to each other
+    net[0].beside = beside.SCHEDULE
     weights = script.get_weights(net)
     assert (script.get_weights(deepcopy(net)) == weights).all()  # a copy is a network like any other
     with torch.no_grad():
@@ -1765,13 +1799,41 @@ class Called:
 
 
 CALLED = Called()
+WIDTHS.inner, RECENT = Widths(), deque([1.0, 2.0])
+BY_NAME, IN_LIST, TENSORS = {"a": Widths()}, [Widths()], [torch.zeros(20)]
+import beside
+from beside import SCHEDULE, level
 
 
 def scale():
-    CALLED()
+    CALLED(), RECENT, BY_NAME, IN_LIST, TENSORS, SCHEDULE.scale, level(), beside.DIRECT
     return SEEN["scale"], NARROW, NOTHING, PAIR, SPACE.width, Widths.most, WIDTHS.own, Widths.least(), MANY
 """
+BESIDE = """
+DIRECT, LEVEL, OTHER = 1.0, 1.0, 1.0
+
+
+class Schedule:
+    def __init__(self):
+        self.scale = 1.0
+
+
+SCHEDULE = Schedule()
+
+
+def level():
+    return LEVEL
+"""
 RAY = [eager.stem for eager, _ in helpers.PAIRS if eager.stem.endswith("_ray")]
+
+
+@pytest.fixture
+def beside(tmp_path, monkeypatch):
+    """A module that lies beside a copy, which imports it."""
+    (tmp_path / "beside.py").write_text(BESIDE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("beside")
+    del sys.modules["beside"]
 
 
 @pytest.mark.parametrize("name", RAY)
@@ -1793,12 +1855,24 @@ RAY = [eager.stem for eager, _ in helpers.PAIRS if eager.stem.endswith("_ray")]
         ("module.FACTOR = 2.0", "`FACTOR` changed"),
         ("module.MANY['visits'][1000] = 2.0", "`MANY` changed"),
         ("tiny_envs.own_level = 2.0", "`tiny_envs.own_level` changed"),
+        ("module.WIDTHS.inner.own = 4.0", "`WIDTHS.inner.own` changed"),
+        ("module.RECENT.append(3.0)", "`RECENT` changed"),
+        ("module.BY_NAME['a'].own = 4.0", "`BY_NAME['a'].own` changed"),
+        ("module.IN_LIST[0].own = 4.0", "`IN_LIST[0].own` changed"),
+        ("module.TENSORS[0][3] = 4.0", "`TENSORS` changed"),
+        ("module.beside.DIRECT = 2.0", "`beside.DIRECT` changed"),
+        ("module.beside.LEVEL = 2.0", "`beside.LEVEL` changed"),
+        ("module.SCHEDULE.scale = 2.0", "`SCHEDULE.scale` changed"),
+        ("module.beside.OTHER = 2.0", None),
         ("module.Runner.epsilon = 2.0", "`Runner.epsilon` changed"),
         ("module.LEARNT[0] = 2.0", None),
     ],
 )
-def test_numbers_that_runners_would_not_get_are_refused_when_they_change(copy, monkeypatch, name, change, found):
+def test_numbers_that_runners_would_not_get_are_refused_when_they_change(
+    copy, beside, monkeypatch, name, change, found
+):
     """Those that the code of `Runner` names, itself or in a function that it calls; not those of the learner alone."""
+    assert beside.LEVEL == 1.0
     clock = '        self.clock.lap("runners_waiting")\n'
     module = copy(
         name,
@@ -2385,6 +2459,16 @@ def test_what_finds_gradients_may_work_on_them(copy, line):
     copy("ppo", ("optimizer.step(clip(", "# torch.optim.Adam(x)\n        optimizer.step(clip(")).refuse_idle_calls()
 
 
+def test_a_loss_elsewhere_that_fills_gradients_does_not_hide_a_call_that_finds_none(copy, capsys):
+    """In the function with `torch.autograd.grad` it would do nothing; beside `backward` it does what it should."""
+    other = "def learn_more(net, loss):\n    loss.backward()\n    nn.utils.clip_grad_norm_(net.parameters(), 1)\n\n\n"
+    other = ("def mlp(", f"{other}def mlp(")
+    copy("ppo", other).refuse_idle_calls()
+    with pytest.raises(SystemExit):
+        copy("ppo", other, IDLE["clip"]).refuse_idle_calls()
+    assert "clip_grad_norm_` would do nothing" in capsys.readouterr().err
+
+
 OWNERS = {
     "Adam(agent.actor, args.learning_rate)": "no optimizer in `run.open` changes `agent.critic.0.weight`",
     "Adam(nn.ModuleList([agent, nn.Linear(2, 2)]), args.learning_rate, eps=1e-5)": "must get the modules whose weights",
@@ -2522,6 +2606,75 @@ def test_a_learning_rate_that_nothing_reads_is_refused(copy, train_copy, capsys,
     with pytest.raises(SystemExit) as end:
         train_copy(copy(name, (loop, f"{loop}        args.{setting} *= 0.99\n")), name, **quick(name))
     assert end.value.code == 2 and f"nothing reads that `args.{setting}` has changed" in capsys.readouterr().err
+
+
+def test_a_learning_rate_that_nothing_reads_is_refused_though_another_one_is_read(copy, train_copy, capsys):
+    loop = "    while run.goes_on():\n"
+    lines = "        args.policy_lr = args.q_lr = 1e-3 / (1 + run.step)\n"
+    lines += "        actor_optimizer.learning_rate.fill_(args.policy_lr)\n"
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy("sac_continuous_action", (loop, loop + lines)), "sac_continuous_action")
+    assert end.value.code == 2 and "nothing reads that `args.q_lr` has changed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["td3_continuous_action", "td3_continuous_action_torchcompile"])
+def test_betas_that_are_changed_after_an_adam_was_made_are_refused(copy, train_copy, capsys, name):
+    """Its formula, in compiled code, has the old ones in a tensor."""
+    opened = "    run.open(\n"
+    with pytest.raises(SystemExit) as end:
+        change = opened, f"    actor_optimizer.betas = (0.5, 0.9)\n{opened}"
+        train_copy(copy(name, change), "td3_continuous_action", **({"compile": False} if "torch" in name else {}))
+    assert end.value.code == 2 and "the `betas` of an Adam were changed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrapper", ["NormalizeObservation", "NormalizeReward"])
+def test_statistics_that_no_checkpoint_has_are_refused(copy, train_copy, capsys, wrapper):
+    body = f"    return gym.wrappers.ClipReward(gym.wrappers.{wrapper}(env), -1, 1)\n"
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy("ppo", (WRAP, f"{WRAP}{body}")), "ppo")
+    assert end.value.code == 2 and f"no checkpoint has the statistics of `{wrapper}`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_code_that_nothing_checks_is_refused(capsys, name):
+    """It would keep its numbers in silence. Inside of a function that is checked, it is checked, too."""
+    script = load(name)
+    (double,) = script.compiled(torch.device("cpu"), lambda x: 2 * x)
+    with pytest.raises(SystemExit):
+        double(torch.ones(()))
+    assert "is compiled, but no `refuse_changes` around it looks for numbers that change" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_more_shapes_than_can_be_compiled_are_refused_in_one_line(capsys):
+    script = load("ppo_torchcompile")
+    double = script.refuse_changes(*script.compiled(torch.device("cpu"), lambda x: 2 * x))
+    for size in range(2, 10):
+        assert double(torch.ones(size)).sum() == 2 * size
+    with pytest.raises(SystemExit) as end:
+        double(torch.ones(20))
+    assert end.value.code == 2 and "was compiled for 8 shapes of its inputs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line", ["args.clip_coef = first * (1 - iteration / 100)", "args.clip_coef *= 0.9", "args.clip_coef = 0.1"]
+)
+def test_a_schedule_in_the_settings_goes_on_when_a_run_is_resumed(copy, train_copy, tmp_path, capsys, line):
+    """Whether it is computed from the first value or from the last one; --override takes the place of both."""
+    first = "    run.open(", "    first = args.clip_coef\n    run.open("
+    module = copy("ppo", first, in_the_loop(f"{line}; VALUES.append(args.clip_coef)"))
+    module.VALUES = []
+    train_copy(module, "ppo", total_timesteps=640)
+    whole, module.VALUES = module.VALUES, []
+    train_copy(module, "ppo", total_timesteps=320)
+    run_dir = str(tmp_path / "copy_run1")
+    assert torch.load(f"{run_dir}/checkpoint.pt")["args"]["clip_coef"] == 0.2
+    module.train(module.Args(resume=run_dir, total_timesteps=640))
+    assert module.VALUES == whole and len(whole) > 5
+    assert "note: `args.clip_coef`, 0.2 before `run.open`, is " in capsys.readouterr().err
+    module.VALUES.clear()
+    module.train(module.Args(resume=run_dir, total_timesteps=1280, override=("clip_coef=0.5",)))
+    assert module.VALUES[0] == 0.45 or "*=" not in line
 
 
 def test_a_learning_rate_that_is_annealed_may_be_changed(copy, train_copy):

@@ -963,6 +963,14 @@ def test_metrics_without_names_are_refused(train, monkeypatch, capsys, name):
     assert end.value.code == 2 and "but METRICS makes" in capsys.readouterr().err
 
 
+def test_two_metrics_of_one_name_are_refused(capsys):
+    """Of the two, only the last would be logged."""
+    assert load("ppo").named(("a", "b"), torch.tensor([1.0, 2.0])) == {"a": 1, "b": 2}
+    with pytest.raises(SystemExit):
+        load("ppo").named(("a", "a"), torch.tensor([1.0, 2.0]))
+    assert "METRICS makes 1 different names" in capsys.readouterr().err
+
+
 @each_script
 def test_a_failed_save_does_not_hide_why_the_run_ended(train, monkeypatch, capsys, name):
     """An environment breaks, and then the disk is full: both are said."""

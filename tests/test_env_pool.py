@@ -84,6 +84,13 @@ def make_pool():
         pool.close()
 
 
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_workers_draw_numbers_of_their_own_that_repeat(make_pool, method):
+    """From NumPy's and Python's global generators, too, whose state all workers would inherit from one process."""
+    first, again = (make_pool("tiny_envs:Drawing-v0", 2, start_method=method).reset() for _ in range(2))
+    assert (first == again).all() and len(np.unique(first)) == first.size
+
+
 def alone(env_id: str, seed: int, actions: np.ndarray) -> list[tuple]:
     """The rows (obs, reward, terminated, truncated) of one environment, reset one step late, by a plain loop."""
     env = gym.make(env_id)

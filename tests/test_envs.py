@@ -71,6 +71,26 @@ def test_autoreset_is_one_step_late(make, num_envs, backend):
         np.testing.assert_array_equal(truncated, [not is_even and t == 5] * num_envs)
 
 
+def test_workers_draw_numbers_of_their_own_that_repeat(make):
+    """From NumPy's and Python's global generators, too, whose state all workers would inherit from one process."""
+    rows = []
+    for first_seed in (0, 0, 7):
+        envs = make("tiny_envs:Drawing-v0", 2, first_seed, **WORKERS)
+        rows.append(np.stack([envs.reset(), envs.step(np.zeros(2, dtype=int))[0]]))
+    assert (rows[0] == rows[1]).all() and len(np.unique([rows[0], rows[2]])) == 2 * 2 * 5  # `made` stays the same
+
+
+@pytest.mark.parametrize("backend", [IN_PROCESS, WORKERS], ids=["in process", "workers"])
+def test_attributes_can_be_set_from_the_loop(make, backend):
+    """By the same line, wherever environments step; the one that has the attribute gets it, not its wrappers."""
+    envs = make("tiny_envs:Drawing-v0", 2, **backend)
+    envs.reset()
+    envs.vector.set_attr("made", 7.0)
+    assert envs.step(np.zeros(2, dtype=int))[0][:, 0].tolist() == [7, 7]
+    envs.vector.set_attr("made", [8.0, 9.0])
+    assert envs.step(np.zeros(2, dtype=int))[0][:, 0].tolist() == [8, 9]
+
+
 def test_environments_end_each_at_its_own_time(make):
     envs = make("tiny_envs:Reach-v0", 3, **IN_PROCESS)
     envs.reset()

@@ -29,7 +29,7 @@ CHANGED = {"Args", "train", "make_learner", "make_gradient"}
 # compiled code would ignore
 OF_TWINS = {"compiled", "check_adam", "is_own", "attributes_of", "length", "readings", "refuse_changes"}
 OF_TWINS |= {"tensors_only", "check_equal", "check_places", "is_set", "steps_differ"}
-OF_STACKED = {"check_stack", "Stack", "transposed"}  # in twins whose critics are stacked
+OF_STACKED = {"check_stack", "Stack", "transposed", "is_called_by_library"}  # in twins whose critics are stacked
 OF_SENT = {"Folders", "find_libraries"}  # in twins whose functions are sent to other processes
 MOST_IN_TRAIN = 135
 RULE = "# ---- Plumbing: what the algorithm is built on, nearly all the same text in every script that has it "

@@ -8,6 +8,7 @@ training, raise@n, nan_reward@n, nan_obs@n. Of several worker processes it happe
 import contextlib
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -310,6 +311,20 @@ class Starting(Reach):
         return np.full(3, program.wait(timeout=10), dtype=np.float32)
 
 
+class Drawing(Tiny):
+    """Draws from the generators that a whole process has in common."""
+
+    def __init__(self, action_space: gym.Space):
+        super().__init__(action_space)
+        self.made = np.random.random()
+
+    def start(self):
+        return np.array([self.made, np.random.random(), random.random()], dtype=np.float32)
+
+    def move(self, action):
+        return self.start(), float(action), False, False
+
+
 class Leaving(Reach):
     """Goes to another folder whenever it can."""
 
@@ -331,6 +346,7 @@ class Scaled(Shaped):
 
 
 gym.register("Starting-v0", Starting, kwargs={"action_space": PUSH})
+gym.register("Drawing-v0", Drawing, kwargs={"action_space": CHOICE})
 gym.register("Leaving-v0", Leaving, kwargs={"action_space": CHOICE})
 gym.register("Scaled-v0", Scaled, kwargs={"observation_space": Box(0, 255, (4, 4), np.uint8)})
 gym.register("ScaledLine-v0", Scaled, kwargs={"observation_space": Box(0, 255, (4,), np.uint8)})
