@@ -834,6 +834,8 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
         if sizes[0] and sizes[0] != sizes[1]:
             shapes = "the policy that acts gives outputs of shape {}, the one that learns {}".format(*sizes)
             fail(f"{shapes}: does `forward` compute more?")
+        if len(sizes[0]) > 1:
+            fail(f"the policy that acts gives outputs of shape {sizes[0]} for an observation: make them one per action")
         check_same(acted, learnt, obs)
     except (ValueError, IndexError) as error:  # such as BatchNorm's for a single row
         hint = "; does `forward` do more than the layers that `numpy_mlp` has?"
@@ -903,7 +905,7 @@ def end_with_parent() -> None:
 
 
 def become_worker(seed: int) -> None:
-    """In a worker process: draw numbers of its own, also from global generators; leave signals to the parent."""
+    """In a worker process: end soon after the parent, leave signals to it, and draw random numbers of its own."""
     random.seed(seed)
     np.random.seed(seed)  # of which all workers would else inherit the same state
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -1681,7 +1683,7 @@ class Run:
         names -= {"learning_rate"} if getattr(self.args, "anneal_lr", False) else set()
         if not (changed := [name for name in sorted(names) if getattr(self.args, name) != self.settings[name]]):
             return
-        pairs = [*zip(self.first_rates, self.rates(), strict=True)]
+        pairs = [*zip(self.first_rates, self.rates(), strict=False)]  # a group may have been added
         if len(changed) > sum(old != new for old, new in pairs):
             idle = {old for old, new in pairs if old == new}
             name = next((x for x in changed if float(np.float32(self.settings[x])) in idle), changed[0])

@@ -1409,7 +1409,7 @@ class Run:
         names -= {"learning_rate"} if getattr(self.args, "anneal_lr", False) else set()
         if not (changed := [name for name in sorted(names) if getattr(self.args, name) != self.settings[name]]):
             return
-        pairs = [*zip(self.first_rates, self.rates(), strict=True)]
+        pairs = [*zip(self.first_rates, self.rates(), strict=False)]  # a group may have been added
         if len(changed) > sum(old != new for old, new in pairs):
             idle = {old for old, new in pairs if old == new}
             name = next((x for x in changed if float(np.float32(self.settings[x])) in idle), changed[0])

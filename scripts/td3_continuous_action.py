@@ -568,7 +568,7 @@ def end_with_parent() -> None:
 
 
 def become_worker(seed: int) -> None:
-    """In a worker process: draw numbers of its own, also from global generators; leave signals to the parent."""
+    """In a worker process: end soon after the parent, leave signals to it, and draw random numbers of its own."""
     random.seed(seed)
     np.random.seed(seed)  # of which all workers would else inherit the same state
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -1383,7 +1383,7 @@ class Run:
         names -= {"learning_rate"} if getattr(self.args, "anneal_lr", False) else set()
         if not (changed := [name for name in sorted(names) if getattr(self.args, name) != self.settings[name]]):
             return
-        pairs = [*zip(self.first_rates, self.rates(), strict=True)]
+        pairs = [*zip(self.first_rates, self.rates(), strict=False)]  # a group may have been added
         if len(changed) > sum(old != new for old, new in pairs):
             idle = {old for old, new in pairs if old == new}
             name = next((x for x in changed if float(np.float32(self.settings[x])) in idle), changed[0])

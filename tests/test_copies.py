@@ -2635,6 +2635,16 @@ def test_statistics_that_no_checkpoint_has_are_refused(copy, train_copy, capsys,
     assert end.value.code == 2 and f"no checkpoint has the statistics of `{wrapper}`" in capsys.readouterr().err
 
 
+def test_several_numbers_for_each_action_are_refused(capsys):
+    """As quantiles, or probabilities of returns: what acts needs their mean."""
+    script, net = load("dqn"), nn.Linear(3, 8)
+    with pytest.raises(SystemExit):
+        script.check_policy(
+            lambda x: net(torch.from_numpy(x)).detach().view(-1, 2, 4).numpy(), lambda x: net(x).view(-1, 2, 4), net, 3
+        )
+    assert "gives outputs of shape (2, 4) for an observation" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_code_that_nothing_checks_is_refused(capsys, name):
     """It would keep its numbers in silence. Inside of a function that is checked, it is checked, too."""
