@@ -2444,6 +2444,25 @@ def fills_grad(nodes: list[ast.AST]) -> bool:
     return "grad" in filled or any(call.endswith(".backward") for call in calls)
 
 
+def refuse_idle_settings() -> None:
+    """Refuse a loop of `train` that changes a setting which is read before the loop, and nowhere after that."""
+    source = Path(__file__).read_text(encoding="utf-8")
+    if not any(line.strip().startswith(("args.", "run.args.")) and "=" in line for line in source.splitlines()):
+        return
+    parts = ast.parse(source).body
+    train = [part for x in parts if getattr(x, "name", "") == "train" for part in ast.walk(x) if part is not x]
+    loops = [x for x in train if isinstance(x, ast.For | ast.While)]
+    later = [x for x in parts if getattr(x, "name", "train") != "train"] + loops
+    later += [x for x in train if isinstance(x, ast.FunctionDef | ast.Lambda)]
+    names = {}
+    for kind, places in ((ast.Store, loops), (ast.Load, later)):
+        found = [x for place in places for x in ast.walk(place) if isinstance(x, ast.Attribute)]
+        names[kind] = {x.attr for x in found if isinstance(x.ctx, kind) and ast.unparse(x.value).endswith("args")}
+    idle = sorted(x for x in names[ast.Store] - names[ast.Load] if not x.endswith(("learning_rate", "_lr")))
+    if idle:
+        fail(f"`args.{idle[0]}` is read before the loop alone: to change it there would do nothing; use a tensor")
+
+
 def typed_flags() -> list[str]:
     """The command line, with CleanRL's --cuda translated; SystemExit(2) for its other flags, with a replacement."""
     words = [{"--cuda": "--device=auto", "--no-cuda": "--device=cpu"}.get(word, word) for word in sys.argv[1:]]
@@ -2599,6 +2618,7 @@ class Run:
         self.episodes, self.returns, self.stopped_by = [], deque(maxlen=100), None
         self.checkpoint_every = self.args.checkpoint_every or max(1, self.args.total_timesteps // 10)
         refuse_idle_calls()
+        refuse_idle_settings()
         random.seed(self.args.seed)
         np.random.seed(self.args.seed % 2**32)
         torch.manual_seed(self.args.seed)

@@ -2645,6 +2645,25 @@ def test_several_numbers_for_each_action_are_refused(capsys):
     assert "gives outputs of shape (2, 4) for an observation" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "line", "setting"),
+    [
+        ("sac_continuous_action", "args.alpha = 0.01", "alpha"),
+        ("dqn", "run.args.exploration_fraction *= 0.9", "exploration_fraction"),
+        ("dqn_torchcompile", "args.target_network_frequency = 100", "target_network_frequency"),
+        ("dqn", "args.batch_size = 64", None),
+        ("dqn", "args.alpha = 0.1; print(args.alpha)", None),
+    ],
+)
+def test_a_setting_that_only_the_start_reads_is_refused_when_the_loop_changes_it(copy, capsys, name, line, setting):
+    loop = "    while run.goes_on():\n"
+    module = copy(name, (loop, f"{loop}        {line}\n"))
+    with pytest.raises(SystemExit) if setting else contextlib.nullcontext():
+        module.refuse_idle_settings()
+    said = f"`args.{setting}` is read before the loop alone: to change it there would do nothing"
+    assert setting is None or said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_code_that_nothing_checks_is_refused(capsys, name):
     """It would keep its numbers in silence. Inside of a function that is checked, it is checked, too."""
