@@ -1112,7 +1112,7 @@ class SyncEnvs:
         return np.array(rows), reward, terminated, truncated, infos
 
     def set_attr(self, name: str, values) -> None:
-        """As that of worker processes: the same value for all, or a list or tuple with one for each."""
+        """The same value for all environments, or a list or tuple with one for each."""
         each = values if isinstance(values, list | tuple) else [values] * len(self.envs)
         for env, value in zip(self.envs, each, strict=True):
             env.set_wrapper_attr(name, value)
