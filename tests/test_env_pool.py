@@ -84,6 +84,7 @@ def make_pool():
         pool.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_workers_draw_numbers_of_their_own_that_repeat(make_pool, method):
     """From NumPy's and Python's global generators, too, whose state all workers would inherit from one process."""

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -365,7 +366,8 @@ def test_a_terminal_that_closes_ends_a_run_as_ctrl_c_does(tmp_path, before):
     opens = f'exec {before} "$0" "$@" <{name} >{name} 2>&1'  # the first of a session that opens a terminal owns it
     with mock.patch.dict(os.environ, PYTHONPATH=str(helpers.TESTS)):
         command = ["sh", "-c", opens, sys.executable, script, *words]
-        process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True)
+        heard = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # these tests may be under nohup themselves
+        process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, preexec_fn=heard)
     helpers.STARTED.append(process)
     os.set_blocking(terminal, False)
 
