@@ -151,9 +151,9 @@ def train(args: Args) -> Path:
     network = QNetwork(envs.obs_dim, num_actions).to(device)
     target_network = deepcopy(network)
     optimizer, buffer = Adam(network, args.learning_rate), ReplayBuffer(args.buffer_size, envs.obs_dim, 1, device)
-    # A single observation is too little work for a GPU, or for PyTorch: the policy acts on the CPU, in NumPy.
-    # `.cpu()` moves parameters and buffers, `copy_attributes` other tensors; `check_policy` fails if the copy differs
-    collector = network if device.type == "cpu" else copy_attributes(network, deepcopy(network).cpu())
+    # One observation is too little work for a GPU or PyTorch: NumPy acts on the CPU, on the memory of the weights or of
+    # their copy beside a GPU. `check_policy` fails if it differs from `forward`
+    collector = copy_on_cpu(network)
     q_values = numpy_mlp(collector.net)
     check_policy(q_values, collector, collector, envs.obs_dim)
 
@@ -171,9 +171,9 @@ def train(args: Args) -> Path:
 
     buffers = {"buffer": buffer} if args.save_replay else {}
     run.open(envs, network=network, target_network=target_network, optimizer=optimizer, **buffers)
-    collector.load_state_dict(network.state_dict())  # the weights as loaded
+    update_copy(network, collector)  # the weights as loaded
     run.num_updates = run.step // args.train_frequency  # counted again, as --override may have changed the frequency
-    losses, updates_per_move = None, args.target_network_frequency // args.train_frequency
+    losses = None
     episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
     obs, done = envs.reset(), np.zeros(args.num_envs, dtype=bool)
     # A resumed run whose replay buffer was not saved refills it before it learns
@@ -208,11 +208,11 @@ def train(args: Args) -> Path:
             run.num_updates += 1
             if run.step > first_update:
                 losses = update()
-            if run.num_updates % updates_per_move == 0:  # by default every 50th, so it is not compiled with `update`
+            # By default in every 50th update, so it is not compiled with `update`
+            if run.num_updates % (args.target_network_frequency // args.train_frequency) == 0:
                 layer_buffers = zip(target_network.buffers(), network.buffers(), strict=True)
                 move_towards(list(target_network.parameters()), list(network.parameters()), args.tau, layer_buffers)
-        if collector is not network:
-            copy_to_cpu(network, collector)
+        update_copy(network, collector)
 
         # Log
         if run.is_due():
@@ -354,13 +354,21 @@ def copy_attributes(module: nn.Module, copy: nn.Module) -> nn.Module:
     return copy
 
 
-def copy_to_cpu(module: nn.Module, copy: nn.Module) -> None:
-    """Update a module's copy on the CPU with one transfer and one wait, instead of one per tensor."""
+def copy_on_cpu(module: nn.Module) -> nn.Module:
+    """What acts on the CPU: the module itself, if it learns there, else a copy, kept up to date by `update_copy`."""
+    is_there = all(weight.device.type == "cpu" for weight in module.parameters())
+    return module if is_there else copy_attributes(module, deepcopy(module).cpu())
+
+
+def update_copy(module: nn.Module, copy: nn.Module) -> None:
+    """Give the copy that acts all weights, in one transfer, and attributes, unless the copy is the module itself."""
+    if copy is module:
+        return
     state = module.state_dict()
-    flat = torch.cat([x.reshape(-1) for x in state.values()]).cpu()
+    flat = torch.cat([x.reshape(-1) for x in state.values()]).to(next(copy.parameters()).device)
     parts = dict(zip(state, flat.split([x.numel() for x in state.values()]), strict=True))
     for name, x in copy.state_dict().items():
-        x.copy_(parts[name].view_as(x))  # in place, where `numpy_mlp` reads it
+        x.copy_(parts[name].view_as(x))  # in place, where NumPy or a CUDA graph reads it
     copy_attributes(module, copy)
 
 
@@ -548,7 +556,7 @@ def fail(message: str) -> NoReturn:
 def named(names: tuple[str, ...], values: Tensor) -> dict[str, float]:
     """Metrics by name, one for each value."""
     if not len(names) == len(set(names)) == len(values):
-        fail(f"an update gives {len(values)} metrics, but METRICS makes {len(set(names))} different names of them")
+        fail(f"an update gives {len(values)} metrics for {len(names)} names, {len(set(names))} different, of METRICS")
     return dict(zip(names, values.tolist(), strict=True))
 
 
@@ -631,10 +639,10 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     env = wrap(gym.make(env, disable_env_checker=True, **settings))
     layer = env
     while isinstance(layer, gym.Wrapper):
-        if (name := type(layer).__name__) in ("NormalizeObservation", "NormalizeReward"):
-            raise ValueError(
-                f"no checkpoint has the statistics of `{name}`: normalize as ppo_continuous_action.py does"
-            )
+        is_normal = isinstance(layer, gym.wrappers.NormalizeObservation | gym.wrappers.NormalizeReward)
+        if is_normal and layer.update_running_mean:
+            what = f"no checkpoint has the statistics of `{type(layer).__name__}`"
+            raise ValueError(f"{what}: normalize as ppo_continuous_action.py does")
         layer = layer.env
     if not env.observation_space.is_np_flattenable:
         raise ValueError(f"observations are {env.observation_space}, of which there is no vector")
@@ -992,7 +1000,8 @@ def refuse_idle_calls() -> None:
     for function in (x for x in nodes if isinstance(x, ast.FunctionDef)):  # others may have a `.backward`
         parts = [*ast.walk(function)]
         calls = [ast.unparse(x.func) for x in parts if isinstance(x, ast.Call)]
-        if any(call.endswith("autograd.grad") for call in calls) and not fills_grad(parts):
+        has_others = any(isinstance(x, ast.FunctionDef) for x in parts[1:])  # as `train`, whose gradients are theirs
+        if any(call.endswith("autograd.grad") for call in calls) and not (has_others or fills_grad(parts)):
             idle += [call for call in calls if call.endswith(names[:2]) and call not in own]
     if idle:
         fail(f"`{idle[0]}` would do nothing, as no `.grad` is set: use `clip` of ppo.py, and the `Adam` of this file")
@@ -1007,21 +1016,21 @@ def fills_grad(nodes: list[ast.AST]) -> bool:
 
 
 def refuse_idle_settings() -> None:
-    """Refuse a loop of `train` that changes a setting which is read before the loop, and nowhere after that."""
-    source = Path(__file__).read_text(encoding="utf-8")
-    if not any(line.strip().startswith(("args.", "run.args.")) and "=" in line for line in source.splitlines()):
-        return
-    parts = ast.parse(source).body
-    train = [part for x in parts if getattr(x, "name", "") == "train" for part in ast.walk(x) if part is not x]
-    loops = [x for x in train if isinstance(x, ast.For | ast.While)]
-    later = [x for x in parts if getattr(x, "name", "train") != "train"] + loops
-    later += [x for x in train if isinstance(x, ast.FunctionDef | ast.Lambda)]
-    names = {}
-    for kind, places in ((ast.Store, loops), (ast.Load, later)):
-        found = [x for place in places for x in ast.walk(place) if isinstance(x, ast.Attribute)]
-        names[kind] = {x.attr for x in found if isinstance(x.ctx, kind) and ast.unparse(x.value).endswith("args")}
-    idle = sorted(x for x in names[ast.Store] - names[ast.Load] if not x.endswith(("learning_rate", "_lr")))
-    if idle:
+    """Refuse a loop of `train` that sets one of `args` which nothing reads after `run.open`: that would do nothing."""
+    parts = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
+    train = [node for x in parts if getattr(x, "name", "") == "train" for node in [*ast.walk(x)][1:]]
+    loops = [node for x in train if isinstance(x, ast.For | ast.While) for node in ast.walk(x)]
+    sets = [x for x in loops if isinstance(x, ast.Attribute) and isinstance(x.ctx, ast.Store)]
+    names = {x.attr for x in sets if ast.unparse(x.value) in ("args", "run.args")}
+    opened = [x.lineno for x in train if isinstance(x, ast.Call) and ast.unparse(x.func) == "run.open"]
+    later = [x for x in train if getattr(x, "lineno", 0) > max(opened, default=0)]
+    later += [node for x in train if isinstance(x, ast.FunctionDef | ast.Lambda) for node in ast.walk(x)]
+    owners = {id(x.value) for x in later if isinstance(x, ast.Attribute)}
+    if any(isinstance(x, ast.Name) and x.id in ("args", "run") and id(x) not in owners for x in later):
+        return  # handed to something that may read all
+    later += [node for x in parts if getattr(x, "name", "") != "train" for node in ast.walk(x) if names]
+    reads = {x.attr for x in later if isinstance(x, ast.Attribute) and isinstance(x.ctx, ast.Load)}
+    if idle := sorted(x for x in names - reads if not x.endswith(("learning_rate", "_lr"))):
         fail(f"`args.{idle[0]}` is read before the loop alone: to change it there would do nothing; use a tensor")
 
 
@@ -1070,6 +1079,7 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
             fail(f"{flag} can't change in a run; --device, --checkpoint-every and a longer --total-timesteps can{hint}")
     if given.get("total_timesteps", saved.total_timesteps) != saved.total_timesteps:
         print("what is annealed over the run now follows the new --total-timesteps", file=sys.stderr)
+    checkpoint["override"] = [change.partition("=")[0].replace("-", "_") for change in args.override]
     return overridden(replace(saved, **given | {"override": ()}), args.override), checkpoint
 
 
@@ -1148,7 +1158,10 @@ def check_owners(state: dict) -> None:
 
 
 def end_broken_runs() -> None:
-    """End the processes of runs that an error has ended, and close their files: a notebook keeps them all alive."""
+    """Close runs that no function of this file works at any more: after an error, a notebook keeps them alive.
+
+    That ends their processes, once they were opened (`RayRunners`: begun).
+    """
     at_work, frame = set(), sys._getframe()
     while frame is not None:
         at_work |= {(id(x), frame.f_code.co_filename) for x in frame.f_locals.values()}
@@ -1195,8 +1208,8 @@ class Run:
 
     def restore(self) -> None:
         """Load state and random numbers from the checkpoint."""
-        saved = self.checkpoint["args"].items()
-        changes = {(x, getattr(self.args, name)) for name, x in saved if name.endswith(("learning_rate", "_lr"))}
+        saved = self.checkpoint["args"] | self.checkpoint.get("later_args", {})
+        changes = {(saved.get(name), getattr(self.args, name)) for name in self.checkpoint["override"]}
         rates = [group["lr"] for group in self.param_groups()]
         try:
             for name, part in self.state.items():
@@ -1228,8 +1241,10 @@ class Run:
                 fail(f"`run.open`: `{name}` needs `state_dict` and `load_state_dict`, as an nn.Module with buffers has")
         check_owners(state)
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
-        later = self.checkpoint.get("later_args", {})  # as a schedule in the loop had left them
-        later = {name: x for name, x in later.items() if self.checkpoint["args"][name] == self.settings[name]}
+        # Settings as a schedule in the loop had left them, but not those that are new; Ray's runners have the first
+        later = {} if hasattr(envs, "sent") else self.checkpoint.get("later_args", {})
+        new = {x for x in later if x in self.checkpoint["override"] or self.checkpoint["args"][x] != self.settings[x]}
+        later = {name: x for name, x in later.items() if name not in new}
         if self.checkpoint:
             self.restore()
         self.first_rates = self.rates()
@@ -1238,8 +1253,9 @@ class Run:
         signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
         signals -= {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # by `nohup`
         self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in signals}
-        for signum, handler in self.handlers.items():
-            self.at_end.callback(signal.signal, signum, handler)
+        ours = (self.on_signal, signal.SIG_DFL)  # else the program has set another one since
+        first = self.handlers.items()
+        self.at_end.callback(lambda: [signal.signal(*x) for x in first if signal.getsignal(x[0]) in ours])
         self.at_end.callback(envs.close)
         chosen = self.args.resume or self.args.run_dir
         self.dir, self.new_files = Path(self.home, chosen or "runs"), ()
@@ -1327,8 +1343,9 @@ class Run:
             import wandb
 
             names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.dir.name}
-            wandb.init(**names, id=values["id"], resume="allow", config=asdict(self.args), sync_tensorboard=True)
-            self.at_end.callback(lambda: wandb.finish(self.exit_code))  # else a later run goes on with this one
+            settings = {"resume": "allow", "config": asdict(self.args), "sync_tensorboard": True}
+            tracked = wandb.init(**names, id=values["id"], **settings)
+            self.at_end.callback(lambda: tracked.finish(self.exit_code))  # else a later run goes on with this one
         if self.args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # takes a second
 
@@ -1394,10 +1411,11 @@ class Run:
         if not (changed := [name for name in sorted(names) if getattr(self.args, name) != self.settings[name]]):
             return
         pairs = [*zip(self.first_rates, self.rates(), strict=False)]  # a group may have been added
-        if len(changed) > sum(old != new for old, new in pairs):
-            idle = {old for old, new in pairs if old == new}
-            name = next((x for x in changed if float(np.float32(self.settings[x])) in idle), changed[0])
-            fail(f"nothing reads that `args.{name}` has changed: fill `learning_rate` of its Adam; {self.hint()}")
+        idle = [old for old, new in pairs if old == new]
+        both = {name: {self.settings[name], float(np.float32(self.settings[name]))} for name in changed}
+        unread = [name for name in changed if both[name] & {*idle}] or changed[: len(idle) == len(pairs)]
+        if unread and len(changed) > len(pairs) - len(idle):
+            fail(f"nothing reads that `args.{unread[0]}` has changed: fill `learning_rate` of its Adam; {self.hint()}")
 
     def rates(self) -> list[float]:
         """The learning rates of all optimizers."""
@@ -1409,11 +1427,10 @@ class Run:
         modules = [part for part in self.state.values() if isinstance(part, nn.Module)]
         if not all(weight.isfinite().all() for module in modules for weight in module.parameters()):
             sys.exit(f"error: weights are NaN or infinite at step {self.step}; {self.hint()}")
-        state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng}
         later = {name: x for name, x in asdict(self.args).items() if x != self.first_settings[name]}
-        state |= {"script": Path(__file__).name, "args": self.first_settings, "later_args": later}
-        counters = {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
-        state |= counters | {"seconds": self.seconds}
+        state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng, "later_args": later}
+        state |= {"script": Path(__file__).name, "args": self.first_settings, "seconds": self.seconds}
+        state |= {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
         check_storable("state", state)  # parts of it may have another type than at the start
         new = self.dir / "checkpoint.tmp"
         try:

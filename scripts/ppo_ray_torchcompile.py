@@ -110,8 +110,8 @@ class Args:
     cpus_per_learner: float = 1.0  # CPU cores that Ray reserves per learner, except for this process
     gpus_per_learner: float = 0.0  # GPUs per learner, except for this process, which uses --device
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
-    runner_restarts: int = 50  # dead runners replaced, times --num-runners, in all; one more death ends the run
-    fragment_timeout: float = 300.0  # a runner silent for so long is replaced; if all are, or a learner, the run ends
+    runner_restarts: int = 50  # this times --num-runners dead runners are replaced; one more death ends the run
+    fragment_timeout: float = 300.0  # seconds until a silent runner is replaced; all, or a learner, silent: run ends
 
     # PPO
     num_steps: int = 128  # steps of each environment in a rollout
@@ -223,7 +223,7 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean squared error of the value; with clip_coef, a row's is the larger of its two errors."""
+    """Half the mean squared error of the value; with clip_coef, each row counts its larger error."""
     squared_error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
@@ -248,15 +248,15 @@ class Runner:
             self.obs_type, self.device, self.policy = np.float32, torch.device("cpu"), numpy_mlp(self.agent.actor)
             check_policy(self.policy, lambda obs: self.agent(obs)[0], self.agent, self.envs.obs_dim)
         check_density(self.agent)
-        self.rng = np.random.default_rng([*seeds, 1])  # of `seeds` alone, a single environment draws the same numbers
+        self.rng = np.random.default_rng([*seeds, 1])  # without the 1, a single environment draws the same numbers
         self.statistics, self.clock = EpisodeStatistics(len(seeds)), Clock()
         self.obs, self.done = self.envs.reset(), np.zeros((1, len(seeds)), dtype=bool)
-        self.obs_norm = RunningNorm((self.envs.obs_dim,) * args.norm_obs)  # else one number, as it is sent
+        self.obs_norm = RunningNorm((self.envs.obs_dim,) * args.norm_obs)  # else one number: less to send
         self.reward_scale = RewardScale(len(seeds), args.gamma)
 
     @torch.no_grad()
     def sample(self, version: int, weights: np.ndarray, obs_moments: tuple, scale_moments: tuple) -> tuple[dict, tuple]:
-        """T steps, normalized by the learner's moments -> report with those of this fragment; the fragment."""
+        """T steps, normalized by the learner's moments -> report with this fragment's moments; the fragment."""
         self.clock.lap("runners_waiting")
         set_weights(self.agent, weights)
         set_moments(self.obs_norm, *obs_moments)
@@ -281,7 +281,7 @@ class Runner:
         done_before, self.obs, self.done = self.done[-1:], raw_obs[-1], terminated | truncated
         valid = ~np.concatenate([done_before, self.done[:-1]])  # the row after an episode's end is its reset
         episodes = self.statistics.update(reward, self.done, valid)
-        # From here on, both hold only this fragment, for the learner to merge. Squares around the mean so far are exact
+        # Statistics of this fragment alone, for the learner to merge; around the mean so far, squares are rounded less
         set_moments(self.obs_norm, mean=self.obs_norm.mean)
         set_moments(self.reward_scale)
         reward = reward.clip(-1, 1) if self.args.clip_rewards else reward
@@ -306,7 +306,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
     """A learner -> networks, optimizer, `learn`. `add_up` sums a vector over several learners."""
     agent = ActorCritic(observation_space, action_space).to(device)
     optimizer = Adam(agent, args.learning_rate, eps=1e-5)
-    optimizer.register_buffer("num_rollouts", torch.zeros((), dtype=torch.int64), persistent=False)  # of all learners
+    optimizer.register_buffer("num_rollouts", torch.zeros((), dtype=torch.int64), persistent=False)  # same in each
 
     @torch.no_grad()
     def estimate(obs: Tensor, action: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
@@ -452,13 +452,13 @@ def mlp(inputs: int, outputs: int, output_gain: float) -> nn.Sequential:
 
 def space_to_depth(frames: Tensor) -> Tensor:
     """Make one pixel of 16 channels from each block of 4 x 4 pixels: (B, F, 84, 84) -> (B, 21, 21, 16 * F)."""
-    unit = torch.uint8 if torch.compiler.is_compiling() else torch.int32  # PyTorch 2.11 can't compile the latter
+    unit = torch.uint8 if torch.compiler.is_compiling() else torch.int32  # PyTorch 2.11 can't compile int32 here
     lines = frames.view(unit).view(len(frames), -1, 21, 4, 21, 4 // unit.itemsize)  # of int32, 4 bytes at a time
     return lines.permute(0, 2, 4, 1, 3, 5).contiguous().view(torch.uint8).flatten(3)
 
 
 class Frames(nn.Module):
-    """The Nature CNN up to its hidden layer: F frames of 84 x 84 bytes, (B, F * 7056) -> (B, 512)."""
+    """The Nature CNN without its output: F frames of 84 x 84 bytes, (B, F * 7056) -> (B, 512)."""
 
     def __init__(self, num_frames: int):
         super().__init__()
@@ -890,6 +890,7 @@ def refuse_changes(function):
         finally:
             CHECKED.pop()
 
+    checked.__wrapped__ = function
     return checked
 
 
@@ -898,23 +899,21 @@ CHECKED = []  # functions of `refuse_changes` that are running
 
 def tensors_only(function, is_compiled: bool = False):
     """Wrap a compiled function or graph: SystemExit(2) for an argument that is no tensor, since compiled code would
-    keep the first one, and for code that can't be compiled.
+    keep the first one, outside of `refuse_changes`, and for code that can't be compiled, or for too many shapes.
     """
 
     def checked(*inputs):
         if not all(isinstance(x, Tensor) for x in inputs):
             i, x = next((i, x) for i, x in enumerate(inputs, 1) if not isinstance(x, Tensor))
-            what = f"argument {i}, {x!r}, of `{getattr(function, '__name__', 'a compiled function')}`"
+            what = f"argument {i}, {x!r}, of `{checked.__name__}`"
             fail(f"{what} is no tensor: compiled code would keep the first one; make it a tensor")
         if is_compiled and not CHECKED:
             fail(f"`{checked.__name__}` is compiled, but no `refuse_changes` around it looks for numbers that change")
         try:
             return function(*inputs)
         except torch._dynamo.exc.FailOnRecompileLimitHit:
-            limit, name = torch._dynamo.config.recompile_limit, getattr(function, "__name__", "a function")
-            fail(
-                f"`{name}` was compiled for {limit} shapes of its inputs, the most there can be: keep shapes, mask rows"
-            )
+            limit = f"{torch._dynamo.config.recompile_limit} shapes of its inputs, the most there can be"
+            fail(f"`{checked.__name__}` was compiled for {limit}: keep shapes, mask rows")
         except torch._dynamo.exc.TorchDynamoException as error:
             reason, *lines = str(error).replace("raised:\n", "raised: ").splitlines()
             handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
@@ -928,7 +927,7 @@ def tensors_only(function, is_compiled: bool = False):
             place = [": ".join(map(str.strip, lines[i : i + 2])) for i in own[-1:]]
             cause = [line.partition("): got ")[2] for line in lines if "): got " in line][:1]
             hints = ["use `Adam` instead of an optimizer of torch.optim"] * ("`Optimizer." in str(error))
-            hints += ["draw random numbers by PyTorch"] * ("data-dependent" in reason)
+            hints += ["draw random numbers by PyTorch"] * ("guard on data-dependent" in reason)
             hints += ["--no-compile does without"]
             fail(f"this can't be compiled: {'; '.join([reason, *cause, *place, *hints])}")
 
@@ -1059,9 +1058,7 @@ def check_density(agent: nn.Module) -> None:
 
     Of noise that is Gumbel's or normal, times a scale; any other is not checked.
     """
-    device, draws = next(agent.parameters()).device, np.random.default_rng(1)
-    if agent.noise(draws, 1).shape[-1] != agent.outputs:  # as with a standard deviation among the outputs
-        return
+    device = next(agent.parameters()).device
     ones = SimpleNamespace(gumbel=lambda size: np.ones(size), standard_normal=lambda size, dtype: np.ones(size, dtype))
 
     def drawn(output: np.ndarray) -> Tensor:
@@ -1075,7 +1072,8 @@ def check_density(agent: nn.Module) -> None:
         return agent.log_prob(output, torch.zeros_like(output[:, 0] if agent.is_discrete else output)).cpu()
 
     with contextlib.suppress(AttributeError, TypeError):  # noise that draws otherwise
-        check_policy(drawn, learnt, agent, agent.outputs)
+        if agent.noise(np.random.default_rng(1), 1).shape[-1] == agent.outputs:  # else one of these may be a scale
+            check_policy(drawn, learnt, agent, agent.outputs)
 
 
 def fail(message: str) -> NoReturn:
@@ -1093,7 +1091,7 @@ def say(text: str) -> None:
 def named(names: tuple[str, ...], values: Tensor) -> dict[str, float]:
     """Metrics by name, one for each value."""
     if not len(names) == len(set(names)) == len(values):
-        fail(f"an update gives {len(values)} metrics, but METRICS makes {len(set(names))} different names of them")
+        fail(f"an update gives {len(values)} metrics for {len(names)} names, {len(set(names))} different, of METRICS")
     return dict(zip(names, values.tolist(), strict=True))
 
 
@@ -1176,10 +1174,10 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     env = wrap(gym.make(env, disable_env_checker=True, **settings))
     layer = env
     while isinstance(layer, gym.Wrapper):
-        if (name := type(layer).__name__) in ("NormalizeObservation", "NormalizeReward"):
-            raise ValueError(
-                f"no checkpoint has the statistics of `{name}`: normalize as ppo_continuous_action.py does"
-            )
+        is_normal = isinstance(layer, gym.wrappers.NormalizeObservation | gym.wrappers.NormalizeReward)
+        if is_normal and layer.update_running_mean:
+            what = f"no checkpoint has the statistics of `{type(layer).__name__}`"
+            raise ValueError(f"{what}: normalize as ppo_continuous_action.py does")
         layer = layer.env
     if not env.observation_space.is_np_flattenable:
         raise ValueError(f"observations are {env.observation_space}, of which there is no vector")
@@ -1585,7 +1583,7 @@ def is_plain(x) -> bool:
 
 def is_state(x) -> bool:
     """Whether something is plain, or a tensor but no weight, or a container of nothing else."""
-    if isinstance(x, list | tuple | dict):
+    if isinstance(x, list | tuple | deque | dict):
         return all(map(is_state, x.values() if isinstance(x, dict) else x))
     return is_plain(x) or (isinstance(x, Tensor) and not isinstance(x, nn.Parameter))
 
@@ -1627,8 +1625,9 @@ def named_globals(parts: list) -> dict[str, tuple]:
         elif isinstance(x, ModuleType):
             for part in sorted(vars(x).keys() & names) if is_users(x) else ():
                 look(f"{name}.{part}", vars(x), part, names)
+        elif numbers_in_dict("", {key: x}, in_containers=True):
+            found[name] = values, key
         else:
-            found.update(numbers_in_dict("", {key: x}, in_containers=True) and {name: (values, key)})
             look_inside(name, x)
 
     def look_inside(name: str, x) -> None:
@@ -1661,9 +1660,10 @@ def named_globals(parts: list) -> dict[str, tuple]:
 def globals_beside(entry) -> dict[str, tuple]:
     """Global numbers of the user's module that holds an environment's entry point, by name."""
     source = entry.partition(":")[0] if isinstance(entry, str) else getattr(entry, "__module__", None)
-    values = vars(sys.modules[source]) if source in sys.modules and source != __name__ else {}
-    if "-packages" in (values.get("__file__") or "-packages"):  # a library's may change
+    module = sys.modules.get(source)
+    if source == __name__ or not is_users(module):  # a library's may change
         return {}
+    values = vars(module)
     keys = [key for key, x in values.items() if isinstance(x, bool | int | float) and key[:1] != "_"]
     return {f"{source}.{key}": (values, key) for key in keys}
 
@@ -1697,7 +1697,7 @@ def get_weights(module: nn.Module) -> np.ndarray:
             objects = [(key, x) for key, x in objects if all(x is not y for _, y in parts)]
             parts += [(f"{name}.{key}".lstrip("."), x) for key, x in objects]
         # Not those that are empty at the start: caches, as is a tensor where there was None
-        found = [where for where in found if not isinstance(where[-1], list | dict | set) or where[-1]]
+        found = [where for where in found if not isinstance(where[-1], list | deque | dict | set) or where[-1]]
         vars(module)["first_numbers"] = [(*where, text_of(where[-1])) for where in found]
     for name, part, key, first, text in module.first_numbers:
         x = getattr(part, key, None)
@@ -1995,6 +1995,7 @@ class RemoteRunner:
             signal.signal(signum, signal.SIG_IGN)  # Ctrl-C is the learner's, and the terminal
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # dies, and is replaced; Ray's handler raises SystemExit
         torch.set_num_threads(max(1, int(args.cpus_per_runner)))
+        os.environ.setdefault("TORCH_WARM_POOL", "0")  # else one that compiles starts a process for each core
         if spec is not None:
             gym.registry[spec.id] = spec  # as the learner's file may have registered or changed it
         random.seed(seeds[0])
@@ -2047,10 +2048,11 @@ class RayRunners(Runners):
         """Start Ray and the runners, and wait for those that are needed."""
         super().__init__(args, run)
         choose_backend(args.env_id, args.env_backend, in_process=False)  # catches a mistyped id before Ray starts
-        self.own_ray, self.ray = "ray" not in sys.modules or not sys.modules["ray"].is_initialized(), start_ray(args)
+        self.own_ray, self.actors = "ray" not in sys.modules or not sys.modules["ray"].is_initialized(), {}
         run.at_end.callback(self.close)
+        self.ray = start_ray(args)
         place = {"num_cpus": args.cpus_per_runner, "num_gpus": args.gpus_per_runner, "scheduling_strategy": "SPREAD"}
-        self.remote, self.actors, self.places, self.weights = self.ray.remote(**place)(RemoteRunner), {}, {}, None
+        self.remote, self.places, self.weights = self.ray.remote(**place)(RemoteRunner), {}, None
         # How many fragments are requested of a runner at once; how many updates late one may be
         asking = {"batched": (1, 0), "first-ready": (1, 1)}
         self.ahead, self.most_stale = asking.get(getattr(args, "rollout", None), (2, math.inf))
@@ -2229,8 +2231,8 @@ class RayRunners(Runners):
         self.alive.clear()
         while self.actors:
             self.ray.kill(self.actors.popitem()[1])
-        if self.own_ray:
-            self.ray.shutdown()
+        if self.own_ray and "ray" in sys.modules:
+            sys.modules["ray"].shutdown()  # even if the cluster turned out to be too small
 
 
 class RemoteLearner:
@@ -2430,7 +2432,8 @@ def refuse_idle_calls() -> None:
     for function in (x for x in nodes if isinstance(x, ast.FunctionDef)):  # others may have a `.backward`
         parts = [*ast.walk(function)]
         calls = [ast.unparse(x.func) for x in parts if isinstance(x, ast.Call)]
-        if any(call.endswith("autograd.grad") for call in calls) and not fills_grad(parts):
+        has_others = any(isinstance(x, ast.FunctionDef) for x in parts[1:])  # as `train`, whose gradients are theirs
+        if any(call.endswith("autograd.grad") for call in calls) and not (has_others or fills_grad(parts)):
             idle += [call for call in calls if call.endswith(names[:2]) and call not in own]
     if idle:
         fail(f"`{idle[0]}` would do nothing, as no `.grad` is set: use `clip` of ppo.py, and the `Adam` of this file")
@@ -2445,21 +2448,21 @@ def fills_grad(nodes: list[ast.AST]) -> bool:
 
 
 def refuse_idle_settings() -> None:
-    """Refuse a loop of `train` that changes a setting which is read before the loop, and nowhere after that."""
-    source = Path(__file__).read_text(encoding="utf-8")
-    if not any(line.strip().startswith(("args.", "run.args.")) and "=" in line for line in source.splitlines()):
-        return
-    parts = ast.parse(source).body
-    train = [part for x in parts if getattr(x, "name", "") == "train" for part in ast.walk(x) if part is not x]
-    loops = [x for x in train if isinstance(x, ast.For | ast.While)]
-    later = [x for x in parts if getattr(x, "name", "train") != "train"] + loops
-    later += [x for x in train if isinstance(x, ast.FunctionDef | ast.Lambda)]
-    names = {}
-    for kind, places in ((ast.Store, loops), (ast.Load, later)):
-        found = [x for place in places for x in ast.walk(place) if isinstance(x, ast.Attribute)]
-        names[kind] = {x.attr for x in found if isinstance(x.ctx, kind) and ast.unparse(x.value).endswith("args")}
-    idle = sorted(x for x in names[ast.Store] - names[ast.Load] if not x.endswith(("learning_rate", "_lr")))
-    if idle:
+    """Refuse a loop of `train` that sets one of `args` which nothing reads after `run.open`: that would do nothing."""
+    parts = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
+    train = [node for x in parts if getattr(x, "name", "") == "train" for node in [*ast.walk(x)][1:]]
+    loops = [node for x in train if isinstance(x, ast.For | ast.While) for node in ast.walk(x)]
+    sets = [x for x in loops if isinstance(x, ast.Attribute) and isinstance(x.ctx, ast.Store)]
+    names = {x.attr for x in sets if ast.unparse(x.value) in ("args", "run.args")}
+    opened = [x.lineno for x in train if isinstance(x, ast.Call) and ast.unparse(x.func) == "run.open"]
+    later = [x for x in train if getattr(x, "lineno", 0) > max(opened, default=0)]
+    later += [node for x in train if isinstance(x, ast.FunctionDef | ast.Lambda) for node in ast.walk(x)]
+    owners = {id(x.value) for x in later if isinstance(x, ast.Attribute)}
+    if any(isinstance(x, ast.Name) and x.id in ("args", "run") and id(x) not in owners for x in later):
+        return  # handed to something that may read all
+    later += [node for x in parts if getattr(x, "name", "") != "train" for node in ast.walk(x) if names]
+    reads = {x.attr for x in later if isinstance(x, ast.Attribute) and isinstance(x.ctx, ast.Load)}
+    if idle := sorted(x for x in names - reads if not x.endswith(("learning_rate", "_lr"))):
         fail(f"`args.{idle[0]}` is read before the loop alone: to change it there would do nothing; use a tensor")
 
 
@@ -2508,6 +2511,7 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
             fail(f"{flag} can't change in a run; --device, --checkpoint-every and a longer --total-timesteps can{hint}")
     if given.get("total_timesteps", saved.total_timesteps) != saved.total_timesteps:
         print("what is annealed over the run now follows the new --total-timesteps", file=sys.stderr)
+    checkpoint["override"] = [change.partition("=")[0].replace("-", "_") for change in args.override]
     return overridden(replace(saved, **given | {"override": ()}), args.override), checkpoint
 
 
@@ -2586,7 +2590,10 @@ def check_owners(state: dict) -> None:
 
 
 def end_broken_runs() -> None:
-    """End the processes of runs that an error has ended, and close their files: a notebook keeps them all alive."""
+    """Close runs that no function of this file works at any more: after an error, a notebook keeps them alive.
+
+    That ends their processes, once they were opened (`RayRunners`: begun).
+    """
     at_work, frame = set(), sys._getframe()
     while frame is not None:
         at_work |= {(id(x), frame.f_code.co_filename) for x in frame.f_locals.values()}
@@ -2633,8 +2640,8 @@ class Run:
 
     def restore(self) -> None:
         """Load state and random numbers from the checkpoint."""
-        saved = self.checkpoint["args"].items()
-        changes = {(x, getattr(self.args, name)) for name, x in saved if name.endswith(("learning_rate", "_lr"))}
+        saved = self.checkpoint["args"] | self.checkpoint.get("later_args", {})
+        changes = {(saved.get(name), getattr(self.args, name)) for name in self.checkpoint["override"]}
         rates = [group["lr"] for group in self.param_groups()]
         try:
             for name, part in self.state.items():
@@ -2666,8 +2673,10 @@ class Run:
                 fail(f"`run.open`: `{name}` needs `state_dict` and `load_state_dict`, as an nn.Module with buffers has")
         check_owners(state)
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
-        later = self.checkpoint.get("later_args", {})  # as a schedule in the loop had left them
-        later = {name: x for name, x in later.items() if self.checkpoint["args"][name] == self.settings[name]}
+        # Settings as a schedule in the loop had left them, but not those that are new; Ray's runners have the first
+        later = {} if hasattr(envs, "sent") else self.checkpoint.get("later_args", {})
+        new = {x for x in later if x in self.checkpoint["override"] or self.checkpoint["args"][x] != self.settings[x]}
+        later = {name: x for name, x in later.items() if name not in new}
         if self.checkpoint:
             self.restore()
         self.first_rates = self.rates()
@@ -2676,8 +2685,9 @@ class Run:
         signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
         signals -= {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # by `nohup`
         self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in signals}
-        for signum, handler in self.handlers.items():
-            self.at_end.callback(signal.signal, signum, handler)
+        ours = (self.on_signal, signal.SIG_DFL)  # else the program has set another one since
+        first = self.handlers.items()
+        self.at_end.callback(lambda: [signal.signal(*x) for x in first if signal.getsignal(x[0]) in ours])
         self.at_end.callback(envs.close)
         chosen = self.args.resume or self.args.run_dir
         self.dir, self.new_files = Path(self.home, chosen or "runs"), ()
@@ -2765,8 +2775,9 @@ class Run:
             import wandb
 
             names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.dir.name}
-            wandb.init(**names, id=values["id"], resume="allow", config=asdict(self.args), sync_tensorboard=True)
-            self.at_end.callback(lambda: wandb.finish(self.exit_code))  # else a later run goes on with this one
+            settings = {"resume": "allow", "config": asdict(self.args), "sync_tensorboard": True}
+            tracked = wandb.init(**names, id=values["id"], **settings)
+            self.at_end.callback(lambda: tracked.finish(self.exit_code))  # else a later run goes on with this one
         if self.args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # takes a second
 
@@ -2832,10 +2843,11 @@ class Run:
         if not (changed := [name for name in sorted(names) if getattr(self.args, name) != self.settings[name]]):
             return
         pairs = [*zip(self.first_rates, self.rates(), strict=False)]  # a group may have been added
-        if len(changed) > sum(old != new for old, new in pairs):
-            idle = {old for old, new in pairs if old == new}
-            name = next((x for x in changed if float(np.float32(self.settings[x])) in idle), changed[0])
-            fail(f"nothing reads that `args.{name}` has changed: fill `learning_rate` of its Adam; {self.hint()}")
+        idle = [old for old, new in pairs if old == new]
+        both = {name: {self.settings[name], float(np.float32(self.settings[name]))} for name in changed}
+        unread = [name for name in changed if both[name] & {*idle}] or changed[: len(idle) == len(pairs)]
+        if unread and len(changed) > len(pairs) - len(idle):
+            fail(f"nothing reads that `args.{unread[0]}` has changed: fill `learning_rate` of its Adam; {self.hint()}")
 
     def rates(self) -> list[float]:
         """The learning rates of all optimizers."""
@@ -2847,11 +2859,10 @@ class Run:
         modules = [part for part in self.state.values() if isinstance(part, nn.Module)]
         if not all(weight.isfinite().all() for module in modules for weight in module.parameters()):
             sys.exit(f"error: weights are NaN or infinite at step {self.step}; {self.hint()}")
-        state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng}
         later = {name: x for name, x in asdict(self.args).items() if x != self.first_settings[name]}
-        state |= {"script": Path(__file__).name, "args": self.first_settings, "later_args": later}
-        counters = {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
-        state |= counters | {"seconds": self.seconds}
+        state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng, "later_args": later}
+        state |= {"script": Path(__file__).name, "args": self.first_settings, "seconds": self.seconds}
+        state |= {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
         check_storable("state", state)  # parts of it may have another type than at the start
         new = self.dir / "checkpoint.tmp"
         try:

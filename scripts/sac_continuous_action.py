@@ -17,8 +17,9 @@ Shapes: N = num_envs, B = batch_size, O = size of an observation, A = of an acti
 
 Settings, except --env-id, are those of CleanRL's script of the same name. Departures from it: an environment resets in
 the step after an episode's end, and this row is neither stored nor counted; there is one update per stored transition,
-however many environments collect them; the log-probability of a squashed action is exact, where CleanRL adds 1e-6
-inside a logarithm; and the temperature is updated with the same sampled actions as the actor, not with fresh ones.
+for any number of environments; products on CUDA are TF32; the log-probability of a squashed action is exact, where
+CleanRL adds 1e-6 inside a logarithm; and the temperature is updated with the same sampled actions as the actor, not
+with fresh ones.
 
 Reading order: settings, networks, formulas, then `train`, the algorithm. Below the `# ----` line is only plumbing.
 """
@@ -220,7 +221,7 @@ def train(args: Args) -> Path:
     alpha_optimizer = Adam(temperature, args.q_lr)
     critic_weights, target_weights = list(critics.parameters()), list(target_critics.parameters())
     layer_buffers = [*zip(target_critics.buffers(), critics.buffers(), strict=True)]  # of BatchNorm, say; here none
-    num_updates = torch.tensor(run.num_updates, device=device)  # the same count where CUDA graphs can read it
+    num_updates = torch.tensor(run.num_updates, device=device)  # a copy of run.num_updates for CUDA graphs
     buffer = ReplayBuffer(args.buffer_size, envs.obs_dim, action_dim, device)
 
     @torch.no_grad()
@@ -289,7 +290,7 @@ def train(args: Args) -> Path:
         run.step += num_rows
         num_due = (args.gradient_steps or num_rows) if num_rows and run.step > first_update else 0
         # If the actor does not learn now, ask for the next action already: a GPU learns while the environment steps.
-        # Not where a line of the log is due: its checkpoint would hold the random state after this action's noise
+        # Not before a log line: a checkpoint saved there would hold the random state after this action's noise
         if 0 < num_due < args.policy_frequency - run.num_updates % args.policy_frequency and not run.is_due():
             courier.ask(obs)
 
@@ -564,7 +565,7 @@ def fail(message: str) -> NoReturn:
 def named(names: tuple[str, ...], values: Tensor) -> dict[str, float]:
     """Metrics by name, one for each value."""
     if not len(names) == len(set(names)) == len(values):
-        fail(f"an update gives {len(values)} metrics, but METRICS makes {len(set(names))} different names of them")
+        fail(f"an update gives {len(values)} metrics for {len(names)} names, {len(set(names))} different, of METRICS")
     return dict(zip(names, values.tolist(), strict=True))
 
 
@@ -647,10 +648,10 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     env = wrap(gym.make(env, disable_env_checker=True, **settings))
     layer = env
     while isinstance(layer, gym.Wrapper):
-        if (name := type(layer).__name__) in ("NormalizeObservation", "NormalizeReward"):
-            raise ValueError(
-                f"no checkpoint has the statistics of `{name}`: normalize as ppo_continuous_action.py does"
-            )
+        is_normal = isinstance(layer, gym.wrappers.NormalizeObservation | gym.wrappers.NormalizeReward)
+        if is_normal and layer.update_running_mean:
+            what = f"no checkpoint has the statistics of `{type(layer).__name__}`"
+            raise ValueError(f"{what}: normalize as ppo_continuous_action.py does")
         layer = layer.env
     if not env.observation_space.is_np_flattenable:
         raise ValueError(f"observations are {env.observation_space}, of which there is no vector")
@@ -1045,7 +1046,8 @@ def refuse_idle_calls() -> None:
     for function in (x for x in nodes if isinstance(x, ast.FunctionDef)):  # others may have a `.backward`
         parts = [*ast.walk(function)]
         calls = [ast.unparse(x.func) for x in parts if isinstance(x, ast.Call)]
-        if any(call.endswith("autograd.grad") for call in calls) and not fills_grad(parts):
+        has_others = any(isinstance(x, ast.FunctionDef) for x in parts[1:])  # as `train`, whose gradients are theirs
+        if any(call.endswith("autograd.grad") for call in calls) and not (has_others or fills_grad(parts)):
             idle += [call for call in calls if call.endswith(names[:2]) and call not in own]
     if idle:
         fail(f"`{idle[0]}` would do nothing, as no `.grad` is set: use `clip` of ppo.py, and the `Adam` of this file")
@@ -1060,21 +1062,21 @@ def fills_grad(nodes: list[ast.AST]) -> bool:
 
 
 def refuse_idle_settings() -> None:
-    """Refuse a loop of `train` that changes a setting which is read before the loop, and nowhere after that."""
-    source = Path(__file__).read_text(encoding="utf-8")
-    if not any(line.strip().startswith(("args.", "run.args.")) and "=" in line for line in source.splitlines()):
-        return
-    parts = ast.parse(source).body
-    train = [part for x in parts if getattr(x, "name", "") == "train" for part in ast.walk(x) if part is not x]
-    loops = [x for x in train if isinstance(x, ast.For | ast.While)]
-    later = [x for x in parts if getattr(x, "name", "train") != "train"] + loops
-    later += [x for x in train if isinstance(x, ast.FunctionDef | ast.Lambda)]
-    names = {}
-    for kind, places in ((ast.Store, loops), (ast.Load, later)):
-        found = [x for place in places for x in ast.walk(place) if isinstance(x, ast.Attribute)]
-        names[kind] = {x.attr for x in found if isinstance(x.ctx, kind) and ast.unparse(x.value).endswith("args")}
-    idle = sorted(x for x in names[ast.Store] - names[ast.Load] if not x.endswith(("learning_rate", "_lr")))
-    if idle:
+    """Refuse a loop of `train` that sets one of `args` which nothing reads after `run.open`: that would do nothing."""
+    parts = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
+    train = [node for x in parts if getattr(x, "name", "") == "train" for node in [*ast.walk(x)][1:]]
+    loops = [node for x in train if isinstance(x, ast.For | ast.While) for node in ast.walk(x)]
+    sets = [x for x in loops if isinstance(x, ast.Attribute) and isinstance(x.ctx, ast.Store)]
+    names = {x.attr for x in sets if ast.unparse(x.value) in ("args", "run.args")}
+    opened = [x.lineno for x in train if isinstance(x, ast.Call) and ast.unparse(x.func) == "run.open"]
+    later = [x for x in train if getattr(x, "lineno", 0) > max(opened, default=0)]
+    later += [node for x in train if isinstance(x, ast.FunctionDef | ast.Lambda) for node in ast.walk(x)]
+    owners = {id(x.value) for x in later if isinstance(x, ast.Attribute)}
+    if any(isinstance(x, ast.Name) and x.id in ("args", "run") and id(x) not in owners for x in later):
+        return  # handed to something that may read all
+    later += [node for x in parts if getattr(x, "name", "") != "train" for node in ast.walk(x) if names]
+    reads = {x.attr for x in later if isinstance(x, ast.Attribute) and isinstance(x.ctx, ast.Load)}
+    if idle := sorted(x for x in names - reads if not x.endswith(("learning_rate", "_lr"))):
         fail(f"`args.{idle[0]}` is read before the loop alone: to change it there would do nothing; use a tensor")
 
 
@@ -1123,6 +1125,7 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
             fail(f"{flag} can't change in a run; --device, --checkpoint-every and a longer --total-timesteps can{hint}")
     if given.get("total_timesteps", saved.total_timesteps) != saved.total_timesteps:
         print("what is annealed over the run now follows the new --total-timesteps", file=sys.stderr)
+    checkpoint["override"] = [change.partition("=")[0].replace("-", "_") for change in args.override]
     return overridden(replace(saved, **given | {"override": ()}), args.override), checkpoint
 
 
@@ -1201,7 +1204,10 @@ def check_owners(state: dict) -> None:
 
 
 def end_broken_runs() -> None:
-    """End the processes of runs that an error has ended, and close their files: a notebook keeps them all alive."""
+    """Close runs that no function of this file works at any more: after an error, a notebook keeps them alive.
+
+    That ends their processes, once they were opened (`RayRunners`: begun).
+    """
     at_work, frame = set(), sys._getframe()
     while frame is not None:
         at_work |= {(id(x), frame.f_code.co_filename) for x in frame.f_locals.values()}
@@ -1248,8 +1254,8 @@ class Run:
 
     def restore(self) -> None:
         """Load state and random numbers from the checkpoint."""
-        saved = self.checkpoint["args"].items()
-        changes = {(x, getattr(self.args, name)) for name, x in saved if name.endswith(("learning_rate", "_lr"))}
+        saved = self.checkpoint["args"] | self.checkpoint.get("later_args", {})
+        changes = {(saved.get(name), getattr(self.args, name)) for name in self.checkpoint["override"]}
         rates = [group["lr"] for group in self.param_groups()]
         try:
             for name, part in self.state.items():
@@ -1281,8 +1287,10 @@ class Run:
                 fail(f"`run.open`: `{name}` needs `state_dict` and `load_state_dict`, as an nn.Module with buffers has")
         check_owners(state)
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
-        later = self.checkpoint.get("later_args", {})  # as a schedule in the loop had left them
-        later = {name: x for name, x in later.items() if self.checkpoint["args"][name] == self.settings[name]}
+        # Settings as a schedule in the loop had left them, but not those that are new; Ray's runners have the first
+        later = {} if hasattr(envs, "sent") else self.checkpoint.get("later_args", {})
+        new = {x for x in later if x in self.checkpoint["override"] or self.checkpoint["args"][x] != self.settings[x]}
+        later = {name: x for name, x in later.items() if name not in new}
         if self.checkpoint:
             self.restore()
         self.first_rates = self.rates()
@@ -1291,8 +1299,9 @@ class Run:
         signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
         signals -= {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # by `nohup`
         self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in signals}
-        for signum, handler in self.handlers.items():
-            self.at_end.callback(signal.signal, signum, handler)
+        ours = (self.on_signal, signal.SIG_DFL)  # else the program has set another one since
+        first = self.handlers.items()
+        self.at_end.callback(lambda: [signal.signal(*x) for x in first if signal.getsignal(x[0]) in ours])
         self.at_end.callback(envs.close)
         chosen = self.args.resume or self.args.run_dir
         self.dir, self.new_files = Path(self.home, chosen or "runs"), ()
@@ -1380,8 +1389,9 @@ class Run:
             import wandb
 
             names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.dir.name}
-            wandb.init(**names, id=values["id"], resume="allow", config=asdict(self.args), sync_tensorboard=True)
-            self.at_end.callback(lambda: wandb.finish(self.exit_code))  # else a later run goes on with this one
+            settings = {"resume": "allow", "config": asdict(self.args), "sync_tensorboard": True}
+            tracked = wandb.init(**names, id=values["id"], **settings)
+            self.at_end.callback(lambda: tracked.finish(self.exit_code))  # else a later run goes on with this one
         if self.args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # takes a second
 
@@ -1447,10 +1457,11 @@ class Run:
         if not (changed := [name for name in sorted(names) if getattr(self.args, name) != self.settings[name]]):
             return
         pairs = [*zip(self.first_rates, self.rates(), strict=False)]  # a group may have been added
-        if len(changed) > sum(old != new for old, new in pairs):
-            idle = {old for old, new in pairs if old == new}
-            name = next((x for x in changed if float(np.float32(self.settings[x])) in idle), changed[0])
-            fail(f"nothing reads that `args.{name}` has changed: fill `learning_rate` of its Adam; {self.hint()}")
+        idle = [old for old, new in pairs if old == new]
+        both = {name: {self.settings[name], float(np.float32(self.settings[name]))} for name in changed}
+        unread = [name for name in changed if both[name] & {*idle}] or changed[: len(idle) == len(pairs)]
+        if unread and len(changed) > len(pairs) - len(idle):
+            fail(f"nothing reads that `args.{unread[0]}` has changed: fill `learning_rate` of its Adam; {self.hint()}")
 
     def rates(self) -> list[float]:
         """The learning rates of all optimizers."""
@@ -1462,11 +1473,10 @@ class Run:
         modules = [part for part in self.state.values() if isinstance(part, nn.Module)]
         if not all(weight.isfinite().all() for module in modules for weight in module.parameters()):
             sys.exit(f"error: weights are NaN or infinite at step {self.step}; {self.hint()}")
-        state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng}
         later = {name: x for name, x in asdict(self.args).items() if x != self.first_settings[name]}
-        state |= {"script": Path(__file__).name, "args": self.first_settings, "later_args": later}
-        counters = {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
-        state |= counters | {"seconds": self.seconds}
+        state = {name: part.state_dict() for name, part in self.state.items()} | {"rng": self.rng, "later_args": later}
+        state |= {"script": Path(__file__).name, "args": self.first_settings, "seconds": self.seconds}
+        state |= {"global_step": self.step, "iteration": self.iteration, "num_updates": self.num_updates}
         check_storable("state", state)  # parts of it may have another type than at the start
         new = self.dir / "checkpoint.tmp"
         try:

@@ -1123,7 +1123,7 @@ def test_masked_logits_do_not_hide_that_the_others_differ(least, capsys):
 @pytest.mark.parametrize("twin", ["", "_torchcompile"])
 def test_noise_that_falls_to_zero_works_as_the_page_says(copy, train_copy, twin):
     """docs/td3.md: three lines, and no change is refused."""
-    page = (ROOT / "docs/td3.md").read_text().partition("For exploration noise\nthat falls to zero:")[2]
+    page = (ROOT / "docs/td3.md").read_text().partition("exploration noise that falls to zero:")[2]
     first, act, fill = page.partition("```python\n")[2].partition("\n```")[0].split("\n    ...\n")
     name, loop = f"td3_continuous_action{twin}", "    while run.goes_on():\n"
     old = "        return actor.noisy(inputs[:, :-action_dim], args.exploration_noise, noise=inputs[:, -action_dim:])"
@@ -2031,6 +2031,21 @@ def test_a_changed_learning_rate_reaches_an_optimizer_of_torch(copy, train_copy,
     assert [state[name]["param_groups"][0]["lr"] for name in ("other", "own")] == [0.5, 0.125]
 
 
+def test_a_changed_learning_rate_reaches_an_optimizer_of_torch_whose_rate_the_loop_has_set(copy, train_copy, tmp_path):
+    """By a schedule of one's own, which had left it at another value than that of the start."""
+    line = "    run.open(envs, agent=agent, optimizer=optimizer)\n"
+    more = "    other = torch.optim.SGD(agent.parameters(), args.learning_rate)\n"
+    rate = "other.param_groups[0]['lr'] = args.learning_rate = args.learning_rate / 2 ** (run.step < 500)"
+    module = copy("ppo", (line, more + line.replace("optimizer)", "optimizer, other=other)")), in_the_loop(rate))
+    module.refuse_idle_calls = lambda: None
+    train_copy(module, "ppo", learning_rate=0.5, total_timesteps=640)
+    run_dir = tmp_path / "copy_run0"
+    assert torch.load(run_dir / "checkpoint.pt")["other"]["param_groups"][0]["lr"] < 0.5
+    override = {"override": ("learning_rate=0.125",), "total_timesteps": 1280}
+    module.train(module.Args(resume=str(run_dir), **override))
+    assert torch.load(run_dir / "checkpoint.pt")["other"]["param_groups"][0]["lr"] == 0.125
+
+
 def test_another_activation_trains(copy, train_copy):
     layers = "nn.Linear(inputs, 64), nn.Tanh(),\n        nn.Linear(64, 64), nn.Tanh(),"
     other = "nn.Linear(inputs, 64), nn.Tanh(),\n        nn.Linear(64, 64), nn.SiLU(),"
@@ -2467,6 +2482,7 @@ def test_a_loss_elsewhere_that_fills_gradients_does_not_hide_a_call_that_finds_n
     with pytest.raises(SystemExit):
         copy("ppo", other, IDLE["clip"]).refuse_idle_calls()
     assert "clip_grad_norm_` would do nothing" in capsys.readouterr().err
+    copy("ppo", other, in_the_loop("nn.utils.clip_grad_norm_(agent.parameters(), 1)")).refuse_idle_calls()
 
 
 OWNERS = {
@@ -2633,6 +2649,8 @@ def test_statistics_that_no_checkpoint_has_are_refused(copy, train_copy, capsys,
     with pytest.raises(SystemExit) as end:
         train_copy(copy("ppo", (WRAP, f"{WRAP}{body}")), "ppo")
     assert end.value.code == 2 and f"no checkpoint has the statistics of `{wrapper}`" in capsys.readouterr().err
+    fixed = f"    env = gym.wrappers.{wrapper}(env)\n    env.update_running_mean = False\n    return env\n"
+    assert train_copy(copy("ppo", (WRAP, f"{WRAP}{fixed}")), "ppo")
 
 
 def test_several_numbers_for_each_action_are_refused(capsys):
@@ -2650,18 +2668,29 @@ def test_several_numbers_for_each_action_are_refused(capsys):
     [
         ("sac_continuous_action", "args.alpha = 0.01", "alpha"),
         ("dqn", "run.args.exploration_fraction *= 0.9", "exploration_fraction"),
-        ("dqn_torchcompile", "args.target_network_frequency = 100", "target_network_frequency"),
+        ("dqn_torchcompile", "args.exploration_fraction = 0.1", "exploration_fraction"),
+        ("dqn", "args.target_network_frequency = 100", None),
         ("dqn", "args.batch_size = 64", None),
+        ("dqn", "if run.step > 1000: args.buffer_size = 10", "buffer_size"),
         ("dqn", "args.alpha = 0.1; print(args.alpha)", None),
+        ("dqn", "args.alpha = 0.1; print(vars(args)['alpha'])", None),
+        ("dqn", "envs.kwargs.alpha = 0.1", None),
+        ("ppo_continuous_action", "args.norm_adv = False", None),
     ],
 )
 def test_a_setting_that_only_the_start_reads_is_refused_when_the_loop_changes_it(copy, capsys, name, line, setting):
-    loop = "    while run.goes_on():\n"
+    loop = "    for iteration in" if name.startswith("ppo") else "    while run.goes_on():"
+    (loop,) = [x for x in (ROOT / f"scripts/{name}.py").read_text().splitlines(keepends=True) if x.startswith(loop)]
     module = copy(name, (loop, f"{loop}        {line}\n"))
     with pytest.raises(SystemExit) if setting else contextlib.nullcontext():
         module.refuse_idle_settings()
     said = f"`args.{setting}` is read before the loop alone: to change it there would do nothing"
     assert setting is None or said in capsys.readouterr().err
+    if setting:
+        with pytest.raises(SystemExit):
+            module.Run(module.Args())
+        read = f"    level = args.{setting}\n{loop}"  # after `run.open`, as by a schedule that goes on after a resume
+        copy(name, (loop, f"{read}        {line}\n")).refuse_idle_settings()
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -2672,6 +2701,10 @@ def test_compiled_code_that_nothing_checks_is_refused(capsys, name):
     with pytest.raises(SystemExit):
         double(torch.ones(()))
     assert "is compiled, but no `refuse_changes` around it looks for numbers that change" in capsys.readouterr().err
+    inner = script.refuse_changes(double)
+    outer = script.refuse_changes(lambda x: inner(x) + 1)
+    for _ in range(3):
+        assert outer(torch.ones(())) == 3
 
 
 @pytest.mark.slow
@@ -2701,9 +2734,31 @@ def test_a_schedule_in_the_settings_goes_on_when_a_run_is_resumed(copy, train_co
     module.train(module.Args(resume=run_dir, total_timesteps=640))
     assert module.VALUES == whole and len(whole) > 5
     assert "note: `args.clip_coef`, 0.2 before `run.open`, is " in capsys.readouterr().err
-    module.VALUES.clear()
-    module.train(module.Args(resume=run_dir, total_timesteps=1280, override=("clip_coef=0.5",)))
-    assert module.VALUES[0] == 0.45 or "*=" not in line
+    done = len(whole)
+    for first, total_timesteps in ((0.5, 960), (0.2, 1280)):  # the latter is what it was at the start
+        module.VALUES.clear()
+        override = (f"clip_coef={first}",)
+        module.train(module.Args(resume=run_dir, total_timesteps=total_timesteps, override=override))
+        expected = {"first": first * (1 - done / 100), "*= 0.9": first * 0.9, "= 0.1": 0.1}
+        assert module.VALUES[0] == pytest.approx(next(x for text, x in expected.items() if text in line))
+        done += len(module.VALUES)
+
+
+def test_a_schedule_in_the_settings_begins_anew_where_runners_have_the_first_ones(copy, train_copy, tmp_path):
+    """Ray's runners end a run in which settings change, and it could not go on if those of its end came back."""
+    line = "        VALUES.append(args.ent_coef); args.ent_coef *= 0.5\n        runners.publish("
+    module = copy("ppo_ray", ("        runners.publish(", line))
+    module.VALUES = []
+    train_copy(module, "ppo_ray", num_runners=0, envs_per_runner=1, num_steps=32, total_timesteps=96)
+    first, at_the_end = module.VALUES[0], module.VALUES[-1] / 2
+    longer = {"resume": str(tmp_path / "copy_run0"), "device": "cpu"}
+    steps = torch.load(tmp_path / "copy_run0/checkpoint.pt")["args"]["total_timesteps"]
+    for has_sent, expected in ((False, at_the_end), (True, first)):
+        module.VALUES.clear()
+        if has_sent:
+            module.OneRunner.sent = {}  # as `RayRunners` has it
+        module.train(module.Args(**longer, total_timesteps=2 * (1 + has_sent) * steps))
+        assert module.VALUES[0] == expected
 
 
 def test_a_learning_rate_that_is_annealed_may_be_changed(copy, train_copy):

@@ -584,6 +584,7 @@ class FakeWandb(ModuleType):
     def init(self, **settings):
         assert len(self.codes) == len(self.calls)  # else a run would go on with the one before
         self.calls.append(settings | {"events": len([*self.folder.glob("**/events.*")])})
+        return self
 
     def finish(self, exit_code: int):
         self.codes.append(exit_code)
@@ -605,6 +606,11 @@ def test_runs_of_one_name_are_two_in_weights_and_biases(monkeypatch, tmp_path):
     with pytest.raises(SystemExit):
         helpers.train("ppo", tmp_path / "c", track=True, tensorboard=True, **broken)
     assert wandb.codes == [0, 0, 0, 1]
+    monkeypatch.setattr(helpers.load("ppo").Run, "log", mock.Mock(side_effect=RuntimeError))
+    with pytest.raises(RuntimeError):
+        helpers.train("ppo", tmp_path / "d", track=True, tensorboard=True)
+    helpers.load("ppo").end_broken_runs()
+    assert wandb.codes == [0, 0, 0, 1, 1]
 
 
 def test_an_error_of_weights_and_biases_is_one_line(monkeypatch, tmp_path, capfd):
@@ -960,7 +966,7 @@ def test_metrics_without_names_are_refused(train, monkeypatch, capsys, name):
     monkeypatch.setattr(script, "METRICS", tuple(script.METRICS)[:-1])
     with pytest.raises(SystemExit) as end:
         train(name)
-    assert end.value.code == 2 and "but METRICS makes" in capsys.readouterr().err
+    assert end.value.code == 2 and "names, " in capsys.readouterr().err
 
 
 def test_two_metrics_of_one_name_are_refused(capsys):
@@ -968,7 +974,7 @@ def test_two_metrics_of_one_name_are_refused(capsys):
     assert load("ppo").named(("a", "b"), torch.tensor([1.0, 2.0])) == {"a": 1, "b": 2}
     with pytest.raises(SystemExit):
         load("ppo").named(("a", "a"), torch.tensor([1.0, 2.0]))
-    assert "METRICS makes 1 different names" in capsys.readouterr().err
+    assert "an update gives 2 metrics for 2 names, 1 different, of METRICS" in capsys.readouterr().err
 
 
 @each_script

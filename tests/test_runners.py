@@ -270,6 +270,9 @@ def test_a_scale_that_noise_and_density_share_is_fine(name):
     script.check_density(agent)
     agent.noise = lambda rng, *shape: rng.laplace(size=(*shape, 2))
     script.check_density(agent)
+    agent.noise = lambda rng, num_steps, num_envs: rng.standard_normal((num_steps, num_envs, 2), dtype=np.float32)
+    script.check_density(agent)
+    agent.noise = lambda rng, *shape: 0.36788 * rng.standard_normal((*shape, 2), dtype=np.float32)
     agent.outputs = 4  # a standard deviation among the outputs: noise, of which it makes use, has half as many
     agent.log_prob = lambda output, action: script.normal_log_prob(action, *output.chunk(2, -1))
     script.check_density(agent)
