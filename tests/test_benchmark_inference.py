@@ -53,7 +53,7 @@ def test_a_result_with_paths_that_did_not_get_their_time_replaces_no_whole_one(t
             {"path": path, "batch_size": 1} | ({"error": "no time left"} if path in broken else {}) for path in paths
         ]
         result = {"network": "ppo", "device": "cpu", "threads": 1, "batch_sizes": [1], "cells": cells}
-        monkeypatch.setattr(inference, "measure", lambda *x: x[-1](result | {"provenance": provenance()}))
+        monkeypatch.setattr(inference, "measure", lambda *x: x[-1](result | {"provenance": provenance()}, True))
         inference.main(
             inference.Options(("ppo",), ("numpy", "eager"), batch_sizes=(1,), devices=("cpu",), out=tmp_path)
         )

@@ -124,6 +124,26 @@ def test_a_round_is_of_one_script(monkeypatch, tmp_path):
     assert limits.measure_round("dqn", limits.Options(), tmp_path, 0)[0] == {"failed": "no end in time"}
 
 
+def test_rounds_are_kept_when_the_command_is_stopped(monkeypatch, tmp_path, capsys):
+    """And a page says that they are not all."""
+    parts = {"environment": 10.0, "products": 20.0, "adam": 10.0, "compiled": 80.0, "mflop": 2.0}
+
+    def measure_round(_script, _options, _cache, turn):
+        if turn == 2:
+            raise KeyboardInterrupt
+        return parts, "CartPole-v1"
+
+    monkeypatch.setattr(limits, "measure_round", measure_round)
+    with pytest.raises(SystemExit) as end:
+        limits.main(limits.Options(("dqn",), rounds=3, out=tmp_path))
+    assert (
+        end.value.code == 130 and f"the rounds that were finished before lie in {tmp_path}" in capsys.readouterr().err
+    )
+    result = json.loads((tmp_path / "dqn.json").read_text())
+    assert result["limits"] == [parts, parts] and result["rounds"] == 2
+    assert ", unfinished" in limits.write_summary(tmp_path)
+
+
 def test_scripts_over_ray_are_refused(capsys, tmp_path):
     with pytest.raises(SystemExit) as end:
         limits.main(limits.Options(("impala_ray",), out=tmp_path))
@@ -143,9 +163,10 @@ def test_a_round_of_a_real_script(tmp_path):
 def test_by_default_four_pairs_are_measured(monkeypatch, tmp_path):
     seen = []
 
-    def measure(script, *_):
+    def measure(script, _options, _bar, on_round):
         seen.append(script)
-        return {"script": script, "env_id": "X", "limits": [], "rounds": 3, "seconds": 20.0, "provenance": provenance()}
+        own = {"script": script, "env_id": "X", "limits": [], "rounds": 3, "seconds": 20.0}
+        on_round(own | {"provenance": provenance()})
 
     monkeypatch.setattr(limits, "measure", measure)
     limits.main(limits.Options(out=tmp_path))

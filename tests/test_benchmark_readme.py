@@ -10,7 +10,7 @@ from matplotlib.image import imread
 
 from benchmarks.common import results, stats
 from benchmarks.common.programs import ROOT, SCRIPTS, load_script, pairs
-from benchmarks.common.results import Target, machine_folder, machine_of, provenance
+from benchmarks.common.results import Target, commit_of, machine_folder, machine_of, provenance
 from benchmarks.learning import report, time_to_score
 from benchmarks.throughput import throughput
 from benchmarks.tools import readme
@@ -184,7 +184,9 @@ def test_a_result_is_not_replaced_by_one_that_does_not_stand_for_it(tmp_path, ca
     )
     question = {"score": 490, "contestants": ["sb3", "eager", "sbx"]}
     Target(path, **question).write(ours, is_whole=False)
-    assert json.loads(path.read_text()) == ours  # there was none before
+    first = ours | {"provenance": ours["provenance"] | {"is_unfinished": True}}
+    assert json.loads(path.read_text()) == first  # there was none before
+    assert commit_of(first["provenance"]) == f"{commit_of(ours['provenance'])}, unfinished"
 
     def refused(**changes) -> str:
         with pytest.raises(SystemExit):
@@ -195,9 +197,9 @@ def test_a_result_is_not_replaced_by_one_that_does_not_stand_for_it(tmp_path, ca
     assert "has the contestants sb3, which yours would lack" in refused(contestants=["eager"])
     target = Target(path, **question)
     target.write(ours | {"seeds": [1]}, is_whole=False)
-    assert json.loads(path.read_text()) == ours and list(tmp_path.glob("*.json")) == [path]
+    assert json.loads(path.read_text()) == first and list(tmp_path.glob("*.json")) == [path]
     target.write(ours | {"seeds": [1, 2]})
-    assert json.loads(path.read_text())["seeds"] == [1, 2] and list(tmp_path.iterdir()) == [path]
+    assert json.loads(path.read_text()) == ours | {"seeds": [1, 2]} and list(tmp_path.iterdir()) == [path]
     machine = {"cpu": "Another CPU", "cores": 2, "gpu": None}
     path.write_text(json.dumps(ours | {"provenance": provenance() | {"machine": machine}}))
     assert "is of 2 cores of Another CPU" in refused()

@@ -106,8 +106,8 @@ def result_of(network: str, device: str, options: Options, cells: list[dict]) ->
     return {**settings, "batch_sizes": options.batch_sizes, "cells": cells, "provenance": provenance()}
 
 
-def measure(options: Options, time_limit: float, bar: tqdm, on_result: Callable[[dict], None]) -> None:
-    """Measure what the checked options name; `on_result` gets a network's result once all its paths have had turns."""
+def measure(options: Options, time_limit: float, bar: tqdm, on_result: Callable[[dict, bool], None]) -> None:
+    """Measure what the checked options name; after each path `on_result` gets its network's, and whether it has all."""
     shared = {"threads": options.threads, "seconds": options.seconds, "batch_sizes": options.batch_sizes}
     cases, cells = [], {}
     for network in options.networks:
@@ -121,8 +121,8 @@ def measure(options: Options, time_limit: float, bar: tqdm, on_result: Callable[
         key = case["network"], case["device"]
         known, empty = {row["batch_size"]: row for row in rows}, {"path": case["path"], "error": unfinished}
         cells[key] += [known.get(size, {**empty, "batch_size": size}) for size in options.batch_sizes]
-        if len(cells[key]) == len(options.batch_sizes) * sum((x["network"], x["device"]) == key for x in cases):
-            on_result(result_of(*key, options, cells[key]))
+        is_all = len(cells[key]) == len(options.batch_sizes) * len(paths_of(case["device"], options))
+        on_result(result_of(*key, options, cells[key]), is_all)
 
     bar.total = len(cases)
     turns.run_cases("benchmarks.acting.inference_worker", cases, options.jobs, options.timeout, time_limit, on_case)
@@ -246,12 +246,12 @@ def main(options: Options) -> int:
     def good(cells: list[dict]) -> set[tuple[str, int]]:
         return {(cell["path"], cell["batch_size"]) for cell in cells if "error" not in cell}
 
-    def on_result(result: dict) -> None:
+    def on_result(result: dict, is_all: bool) -> None:
         target = targets[result["network"], result["device"]]
         ours, before = good(result["cells"]), good(target.old.get("cells", []))
-        target.write(result, bool(ours) and before <= ours)  # some ways do not exist for all networks
+        target.write(result, is_all and bool(ours) and before <= ours)  # some ways do not exist for all networks
 
-    kept = f"the networks that were finished before lie in {options.out}"
+    kept = f"the paths that were finished before lie in {options.out}"
     with stoppable(kept), tqdm(unit="path", disable=None) as bar:
         measure(options, options.time_limit - (time.perf_counter() - started), bar, on_result)
     print(write_summary(options.out))

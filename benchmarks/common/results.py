@@ -159,7 +159,8 @@ def machine_of(source: dict) -> str:
 def commit_of(source: dict) -> str:
     """The commit of a provenance in words."""
     until = f" to {source['changed_until'][:12]}, which came while it ran" if "changed_until" in source else ""
-    return (source["commit"] or "none")[:12] + until + " with uncommitted changes" * source["uncommitted_changes"]
+    more = " with uncommitted changes" * source["uncommitted_changes"] + ", unfinished" * ("is_unfinished" in source)
+    return (source["commit"] or "none")[:12] + until + more
 
 
 def describe(source: dict) -> str:
@@ -258,6 +259,8 @@ class Target:
 
     def write(self, result: dict, is_whole: bool = True) -> None:
         """Write the result; if it is incomplete and would replace an older one, beside that one instead."""
+        if not is_whole:
+            result = result | {"provenance": result["provenance"] | {"is_unfinished": True}}
         write_json(self.path if is_whole or self.is_new else self.part, result)
         self.is_whole = is_whole
         if is_whole:

@@ -161,7 +161,7 @@ def settled(options: Options) -> Options:
 def to_go_on(options: Options) -> str:
     """The command that goes on with the sweep in the same way."""
     words = ["./run.sh", "sweep", "--resume"]
-    for name in ("out", "jobs", "timeout", "ray_address"):
+    for name in ("out", "jobs", "timeout", "ray_address", "cpus_per_run", "gpus_per_run"):
         if (value := getattr(options, name)) != getattr(Options, name):
             words += [f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value)]
     return shlex.join(words)

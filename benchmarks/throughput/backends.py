@@ -185,13 +185,14 @@ def main(options: Options) -> int:
     effort = {"rounds": options.rounds, "seconds": options.seconds}
     targets = {env_id: Target(path, effort, env_id=env_id) for env_id, path in paths.items()}
     load_all(options.out, "env_id", "rows")
-    kept = f"the environments that were finished before lie in {options.out}"
+    kept = f"the rows that were finished before lie in {options.out}"
     with stoppable(kept), tqdm(total=total, unit="run") as bar:
         for env_id, target in targets.items():
-            found = [measure(env_id, num_envs, options, bar) for num_envs in counts[env_id]]
-            own = {"script": TASKS[env_id].script, "env_id": env_id, **effort, "rows": found}
-            is_whole = all(throughput.is_whole(row["contestants"]) for row in found)
-            target.write(own | {"provenance": provenance()}, is_whole)
+            own = {"script": TASKS[env_id].script, "env_id": env_id, **effort, "rows": (found := [])}
+            for num_envs in counts[env_id]:
+                found.append(measure(env_id, num_envs, options, bar))
+                is_whole = all(throughput.is_whole(row["contestants"]) for row in found)
+                target.write(own | {"provenance": provenance()}, is_whole and len(found) == len(counts[env_id]))
             text = write_summary(options.out)
     print(text)
     return say_written(options.out, targets.values(), "backends.md")

@@ -113,9 +113,11 @@ def measure(
         if time.perf_counter() > published + PUBLISHED_EVERY:
             publish()
 
-    for i in range(0, len(everyone), slots):
-        group = everyone[i : i + slots]
-        turns.take_turns(group, min(len(group), num_cores()), share, share, on_turn, rounds)
-        for contestant in [x for x in group if not x.is_measured]:
-            contestant.error = contestant.error or NO_WINDOW
-    publish()
+    try:
+        for i in range(0, len(everyone), slots):
+            group = everyone[i : i + slots]
+            turns.take_turns(group, min(len(group), num_cores()), share, share, on_turn, rounds)
+            for contestant in [x for x in group if not x.is_measured]:
+                contestant.error = contestant.error or NO_WINDOW
+    finally:
+        publish()

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -208,6 +209,8 @@ def measured_calls(script: str, timeout: float) -> dict:
             failure = child.failure()
             child.stop()
         result = Path(folder, "result")
+        if not result.exists():
+            tqdm.write(child.last_lines())
         return json.loads(result.read_text()) if result.exists() else {"failed": failure or "no end in time"}
 
 
@@ -228,8 +231,8 @@ def measure_round(script: str, options: Options, cache: Path, turn: int) -> tupl
     return {name: 1e6 / float(np.median(x)) for name, x in times.items()} | calls, run.env_id
 
 
-def measure(script: str, options: Options, bar: tqdm) -> dict:
-    """All rounds of a pair."""
+def measure(script: str, options: Options, bar: tqdm, on_round: Callable[[dict], None]) -> None:
+    """All rounds of a pair; `on_round` gets the result so far after each."""
     results, env_id = [], "unknown"
     with tempfile.TemporaryDirectory() as cache:
         for turn in range(options.rounds):
@@ -238,8 +241,8 @@ def measure(script: str, options: Options, bar: tqdm) -> dict:
             results.append(result)
             env_id = name or env_id
             bar.update()
-    effort = {"rounds": options.rounds, "seconds": options.seconds}
-    return {"script": script, "env_id": env_id, "limits": results, **effort, "provenance": provenance()}
+            effort = {"rounds": len(results), "seconds": options.seconds}
+            on_round({"script": script, "env_id": env_id, "limits": results, **effort, "provenance": provenance()})
 
 
 def good_rounds(result: dict) -> list[dict]:
@@ -306,11 +309,10 @@ def main(options: Options) -> int:
     effort, scripts = {"rounds": options.rounds, "seconds": options.seconds}, options.scripts or DEFAULT
     targets = {script: Target(options.out / f"{script}.json", effort, script=script) for script in scripts}
     load_all(options.out, "limits")
-    kept = f"the pairs that were finished before lie in {options.out}"
+    kept = f"the rounds that were finished before lie in {options.out}"
     with stoppable(kept), tqdm(total=options.rounds * len(targets), unit="round") as bar:
         for script, target in targets.items():
-            result = measure(script, options, bar)
-            target.write(result, len(good_rounds(result)) == options.rounds)
+            measure(script, options, bar, lambda x, own=target: own.write(x, len(good_rounds(x)) == options.rounds))
             text = write_summary(options.out)
     print(text)
     return say_written(options.out, targets.values(), "limits.md")

@@ -304,9 +304,9 @@ def measure_script(script: str, options: Options, bar: tqdm, on_round: Callable[
         for i, name in turns.in_turns(list(whole), options.whole_rounds):
             bar.set_postfix_str(f"{script}: {name}, a whole run")
             whole[name].append(measure_whole(script, name, i + 1, options, caches / name))
-            bar.update()
-        for name in whole:
             contestants[name]["whole"] = summarize_whole(whole[name])
+            bar.update()
+            on_round(described(script, options, env_id, contestants, versions))
         result = described(script, options, env_id, contestants, versions)
         if options.ceilings:
             result["ceilings"] = measure_ceilings(script, contestants, options, bar, caches)
@@ -450,7 +450,10 @@ def check(options: Options) -> list[str]:
         if not any(peer in peers_of(script) for script in scripts):
             fail(f"--peers {peer}: it trains none of {', '.join(scripts)}")
     if set(CLONES) & set(options.peers):
-        scripts = [script for script in scripts if set(CLONES) & set(names_of(script, options))]
+        without = [script for script in scripts if not set(CLONES) & set(names_of(script, options))]
+        if options.scripts and without:
+            fail(f"--peers: cleanrl and leanrl have no script like {', '.join(without)}")
+        scripts = [script for script in scripts if script not in without]
     if 0 < len(set(CLONES) & set(options.peers)) < len(options.peers):
         fail("--peers: cleanrl and leanrl have a table of their own: measure the others without them")
     if options.whole_steps and set(CLONES) & set(options.peers):

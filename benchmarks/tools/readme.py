@@ -275,7 +275,8 @@ def score_section() -> list[str]:
             "simulation with ten seeds, what is called the 95 % interval of such a ratio held the truth in 88 %.",
             "",
         ]
-        lines += [*speedrun.board(records), "[How each was measured](benchmarks/results/speedrun/speedrun.md).", ""]
+        how = "[How each was measured](benchmarks/results/speedrun/speedrun.md)."
+        lines += [*speedrun.board(records), how, *sources(records), ""]
     return lines
 
 
@@ -351,7 +352,7 @@ def gpu_section() -> list[str]:
         windows += [sum(len(turn["speeds"]) for turn in x["rounds"]) for x in own.values() if "rounds" in x]
         published = getattr(throughput.TABLE.get(result["script"]), "leanrl", None) or {}
         equal = [x["equal"] for x in same.get(result["script"], {}).values()]
-        rows.append([row_name(result) + mark("gpu/speed.json")])
+        rows.append([row_name(result) + (mark("gpu/speed.json") or mark("gpu/parity.json"))])
         rows[-1] += [f"{known[name]:,.0f}" if name in known else "-" for name in names]
         rows[-1] += [f"{published[fastest]:,}" if fastest in published else "-"]
         rows[-1] += [gains.get(name, "-") for name in (fastest, "beside LeanRL")]
