@@ -1026,9 +1026,10 @@ def refuse_idle_settings() -> None:
     later = [x for x in train if getattr(x, "lineno", 0) > max(opened, default=0)]
     later += [node for x in train if isinstance(x, ast.FunctionDef | ast.Lambda) for node in ast.walk(x)]
     owners = {id(x.value) for x in later if isinstance(x, ast.Attribute)}
-    if any(isinstance(x, ast.Name) and x.id in ("args", "run") and id(x) not in owners for x in later):
-        return  # handed to something that may read all
-    later += [node for x in parts if getattr(x, "name", "") != "train" for node in ast.walk(x) if names]
+    alone = [x for x in later if names and isinstance(x, ast.Name | ast.Attribute) and id(x) not in owners]
+    if not names or any(ast.unparse(x) in ("args", "run.args", "run") for x in alone):
+        return  # nothing is set, or all are handed to something that may read them
+    later += [node for x in parts if getattr(x, "name", "") != "train" for node in ast.walk(x)]
     reads = {x.attr for x in later if isinstance(x, ast.Attribute) and isinstance(x.ctx, ast.Load)}
     if idle := sorted(x for x in names - reads if not x.endswith(("learning_rate", "_lr"))):
         fail(f"`args.{idle[0]}` is read before the loop alone: to change it there would do nothing; use a tensor")

@@ -73,6 +73,22 @@ def test_ways_that_fail_are_shown(monkeypatch, tmp_path):
     assert f"| failed | 50 [50, 50] | {TURNS} | - |" in text and ALL in text and "In 0 of 0 rows" in text
 
 
+def test_rows_are_kept_when_the_command_is_stopped(monkeypatch, tmp_path, capsys):
+    """And the page says that they are not all."""
+
+    def measure(arguments, _options, _last):
+        if arguments[arguments.index("--num-envs") + 1] == "4":
+            raise KeyboardInterrupt
+        return {"speeds": [50.0] * 3, "first_update_seconds": 1.0, "peak_resident_mb": 1.0, "cores_used": 1.0}, None
+
+    monkeypatch.setattr(backends.throughput, "measure", measure)
+    with pytest.raises(SystemExit) as end:
+        backends.main(backends.Options(("HalfCheetah-v4",), rounds=2, seconds=4, out=tmp_path))
+    assert end.value.code == 130 and f"rows that were finished before lie in {tmp_path}" in capsys.readouterr().err
+    assert [row["num_envs"] for row in json.loads((tmp_path / "HalfCheetah-v4.json").read_text())["rows"]] == [1]
+    assert ", unfinished" in backends.write_summary(tmp_path)
+
+
 def test_each_machine_has_a_folder_and_a_table(monkeypatch, tmp_path):
     """Results of another CPU stay where they are, and each CPU's default is judged by its own."""
     speeds = {"--no-async-envs": 50.0, "--async-envs": 80.0}

@@ -182,6 +182,7 @@ def test_a_resumed_sweep_keeps_what_its_runs_reserve(tmp_path, capsys):
     assert (sweep.settled(again).cpus_per_run, sweep.settled(again).gpus_per_run) == (4, 0.25)
     assert "keeps its settings, 4.0" in refusal(sweep.settled, replace(again, cpus_per_run=2.0), capsys)
     assert sweep.to_go_on(again) == f"./run.sh sweep --resume --out {tmp_path} --timeout 60 --ray-address auto"
+    assert sweep.to_go_on(begun).endswith("--ray-address auto --cpus-per-run 4 --gpus-per-run 0.25")
     for lacks in ({"cpus_per_run": None, "gpus_per_run": None}, None):
         old = settings | lacks if lacks else {name: x for name, x in settings.items() if "_per_run" not in name}
         journal.write_text(json.dumps({"settings": old}) + "\n")

@@ -100,6 +100,7 @@ def test_less_does_not_replace_more(tmp_path, capsys, change, message):
         ({"scripts": ("ppo_env_pool",), "peers": ("sb3",)}, "--peers sb3: it trains none of ppo_env_pool"),
         ({"scripts": ("ppo",), "peers": ("leanrl",)}, "--peers leanrl: it trains none of ppo"),
         ({"peers": ("leanrl", "sb3")}, "cleanrl and leanrl have a table of their own"),
+        ({"scripts": ("dqn", "ppo_atari_envpool"), "peers": ("cleanrl",)}, "have no script like ppo_atari_envpool"),
         ({"peers": ("leanrl",), "whole_steps": 9}, "--whole-steps: leave it out"),
         ({"out": Path("/dev/null/x")}, "can't write"),
     ],

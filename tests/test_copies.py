@@ -2035,7 +2035,7 @@ def test_a_changed_learning_rate_reaches_an_optimizer_of_torch_whose_rate_the_lo
     """By a schedule of one's own, which had left it at another value than that of the start."""
     line = "    run.open(envs, agent=agent, optimizer=optimizer)\n"
     more = "    other = torch.optim.SGD(agent.parameters(), args.learning_rate)\n"
-    rate = "other.param_groups[0]['lr'] = args.learning_rate = args.learning_rate / 2 ** (run.step < 500)"
+    rate = "if run.step < 500: other.param_groups[0]['lr'] = args.learning_rate = args.learning_rate / 2"
     module = copy("ppo", (line, more + line.replace("optimizer)", "optimizer, other=other)")), in_the_loop(rate))
     module.refuse_idle_calls = lambda: None
     train_copy(module, "ppo", learning_rate=0.5, total_timesteps=640)
@@ -2674,6 +2674,7 @@ def test_several_numbers_for_each_action_are_refused(capsys):
         ("dqn", "if run.step > 1000: args.buffer_size = 10", "buffer_size"),
         ("dqn", "args.alpha = 0.1; print(args.alpha)", None),
         ("dqn", "args.alpha = 0.1; print(vars(args)['alpha'])", None),
+        ("dqn", "run.args.buffer_size = 10; print(run.args)", None),
         ("dqn", "envs.kwargs.alpha = 0.1", None),
         ("ppo_continuous_action", "args.norm_adv = False", None),
     ],
@@ -2735,7 +2736,7 @@ def test_a_schedule_in_the_settings_goes_on_when_a_run_is_resumed(copy, train_co
     assert module.VALUES == whole and len(whole) > 5
     assert "note: `args.clip_coef`, 0.2 before `run.open`, is " in capsys.readouterr().err
     done = len(whole)
-    for first, total_timesteps in ((0.5, 960), (0.2, 1280)):  # the latter is what it was at the start
+    for first, total_timesteps in ((0.2, 960), (0.5, 1280)):  # the former is what it was at the start
         module.VALUES.clear()
         override = (f"clip_coef={first}",)
         module.train(module.Args(resume=run_dir, total_timesteps=total_timesteps, override=override))

@@ -170,7 +170,9 @@ def test_dqn_copies_its_network_in_one_piece(layers):
     network(torch.randn(8, 3))  # buffers change, too
     network.eval(), acting.eval()
     act, obs = script.numpy_mlp(acting), torch.randn(5, 3)
+    network[0].scale = 2.0
     script.update_copy(network, acting)
+    assert acting[0].scale == 2 and script.copy_on_cpu(network) is network
     torch.testing.assert_close(dict(acting.state_dict()), dict(network.state_dict()), rtol=0, atol=0)
     torch.testing.assert_close(torch.from_numpy(act(obs.numpy())), network(obs).detach())
 
