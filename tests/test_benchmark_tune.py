@@ -202,7 +202,12 @@ def test_a_trial_that_goes_back_loses_its_later_reports():
     ],
 )
 def test_the_verdict_rests_on_the_interval(best, verdict):
-    assert verdict in tune_report.compare({"default": [1.0, 2.0, 3.0, 1.0, 2.0], "best": best})["verdict"]
+    found = tune_report.compare({"default": [1.0, 2.0, 3.0, 1.0, 2.0], "best": best})
+    assert verdict in found["verdict"] and (found["interval"] is None) == (len(best) < 5)
+
+
+def test_the_check_has_no_difference_if_all_runs_failed():
+    assert tune_report.compare({"default": [1.0] * 5, "best": [math.nan] * 5})["difference"] is None
 
 
 @needs_tune
@@ -318,7 +323,7 @@ def test_a_run_that_failed_does_not_count_in_the_check(tmp_path, monkeypatch):
     )
     check = tune_report.check_on_fresh_seeds(options, {"gamma": 0.9})
     returns = [*check["returns"]["default"], *check["returns"]["best"]]
-    assert returns.count(None) == 1 and len(returns) == 6 and check["interval"]
+    assert returns.count(None) == 1 and len(returns) == 6 and check["difference"] == 0
 
 
 @needs_tune
@@ -379,7 +384,7 @@ def test_a_search_from_end_to_end(tmp_path, capsys):
     assert "failed" in states.values() and "finished" in states.values()
     assert "exit code 2; its last lines:\n    error:" in done.stdout
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["best"]["settings"]["num_minibatches"] == 2 and report["check"]["interval"]
+    assert report["best"]["settings"]["num_minibatches"] == 2 and report["check"]["interval"] is None
     assert report["best"]["command"] in done.stdout and "--learning-rate=" in report["best"]["command"]
     assert report["check"]["verdict"] in done.stdout and len(report["check"]["returns"]["best"]) == 2
     rows = list(csv.DictReader((tmp_path / "trials.csv").open()))

@@ -37,8 +37,9 @@ SMOKE_PATHS = ("eager", "aot_eager", "inductor", "numpy")
 
 INTRODUCTION = f"""
 The act function of each network, measured call by call, beside eager PyTorch in the same process, in interleaved
-blocks. "Faster" is (time of an eager call / time of a call - 1), medians over blocks, with their bootstrap interval;
-the path `eager` is eager measured against itself: what lies within its interval is no gain. Compile time is that of
+blocks. "Faster" is (time of an eager call / time of a call - 1), of the median calls of two neighbouring blocks: the
+geometric mean over ten such pairs (four, if calls are slow), with its 95 % interval (Student's, of the logarithms). The
+path `eager` is eager measured against itself: what lies within its interval is no gain. Compile time is that of
 building and of the first calls, with an empty cache for the first batch size; the others come after it in the same
 process, which has what sizes share, such as headers, so alone they would take longer. "Pays after" counts calls until
 compiling, and one refresh of the weights, have paid; "per refresh" the calls between two refreshes for these alone to

@@ -126,8 +126,8 @@ def measure(case: Case, seconds: float) -> dict:
 
     calls = {"eager": timed(build("eager", case.act, case.inputs).call), "path": timed(case.built.call)}
     times = turns.interleave(calls, seconds)
-    ratio, low, high = stats.ratio_of_medians(times["eager"].medians(), times["path"].medians())
-    row = dict(case.row, speedup=ratio, interval=[low, high])
+    speedup, interval = stats.ratio_of_rounds(times["eager"].medians(), times["path"].medians())
+    row = dict(case.row, speedup=speedup, interval=interval)
     for prefix, name in (("", "path"), ("eager_", "eager")):
         p50, p99 = times[name].quantiles(0.5, 0.99)
         row |= {f"{prefix}p50_us": 1e6 * p50, f"{prefix}p99_us": 1e6 * p99, f"{prefix}cpu_us": 1e6 * times[name].cpu}
@@ -135,7 +135,7 @@ def measure(case: Case, seconds: float) -> dict:
     row["compile_seconds"] = max(0.0, row["compile_seconds"] - 1e-6 * FIRST_CALLS * row["p50_us"])
     fast, slow = 1e6 / row["p50_us"], 1e6 / row["eager_p50_us"]
     start = row["compile_seconds"] + row["refresh_seconds"]
-    is_faster = low > 1  # beyond doubt
+    is_faster = interval[0] > 1  # beyond doubt
     row["break_even_calls"] = steady.break_even(start, fast, 0.0, slow) if is_faster else None
     row["refresh_calls"] = steady.break_even(row["refresh_seconds"], fast, 0.0, slow) if is_faster else None
     return row

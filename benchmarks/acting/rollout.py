@@ -28,11 +28,12 @@ BACKENDS = ("gymnasium", "gymnasium-sync", "envpool")
 
 INTRODUCTION = """
 Environment steps per second of sampling alone: the policy's whole act function, the step of all environments, and the
-rows of a rollout; no learning. `off` is the policy in eager PyTorch, `numpy` the way the scripts act on a CPU. Medians
-over blocks that are interleaved with blocks of `off`, in the same process on the same environments, and the bootstrap
-interval of the ratio. "gymnasium" is one worker process for each of several environments, "gymnasium-sync" steps them
-in the process; Atari's games are EnvPool's, and their CNN has no NumPy version. Compile time is that of building and of
-the first calls, with nothing cached.
+rows of a rollout; no learning. `off` is the policy in eager PyTorch, `numpy` the way the scripts act on a CPU. Each is
+measured in blocks that are interleaved with blocks of `off`, in the same process on the same environments: steps/s are
+the median over blocks, "to off" is the geometric mean of the ratios of two neighbouring blocks with its 95 % interval
+(Student's, of the logarithms). "gymnasium" is one worker process for each of several environments, "gymnasium-sync"
+steps them in the process; Atari's games are EnvPool's, and their CNN has no NumPy version. Compile time is that of
+building and of the first calls, with nothing cached.
 """.strip()
 
 

@@ -109,7 +109,7 @@ def measure(settings: dict) -> dict:
     )
     per_call = settings["num_envs"] * sampler.steps / sampler.all_rows
     speeds = {name: np.array([per_call / block.mean() for block in x.blocks]) for name, x in times.items()}
-    ratio, low, high = stats.ratio_of_medians(speeds["actor"], speeds["off"])
+    ratio, interval = stats.ratio_of_rounds(speeds["actor"], speeds["off"])
     first, median, third = np.quantile(speeds["actor"], [0.25, 0.5, 0.75]).tolist()
     p50, p99 = times["actor"].quantiles(0.5, 0.99)
     sampler.envs.close()
@@ -118,7 +118,7 @@ def measure(settings: dict) -> dict:
         "quartiles": [first, third],
         "off_steps_per_second": float(np.median(speeds["off"])),
         "ratio": ratio,
-        "interval": [low, high],
+        "interval": interval,
         "p50_us": 1e6 * p50,
         "p99_us": 1e6 * p99,
         "cpu_us": 1e6 * times["actor"].cpu,

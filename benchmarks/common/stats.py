@@ -31,25 +31,21 @@ def pooled_iqm(strata: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def bootstrap(
-    strata: Sequence[np.ndarray],
-    statistic: Callable[[list[np.ndarray]], np.ndarray] = pooled_iqm,
-    level: float = 0.95,
-    seed: int = 0,
+    strata: Sequence[np.ndarray], statistic: Callable[[list[np.ndarray]], np.ndarray] = pooled_iqm
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Interval of a statistic under the stratified bootstrap: rows are resampled within each stratum.
+    """95 % interval of a statistic under the stratified bootstrap: rows are resampled within each stratum.
 
     A stratum (runs, ...) holds the results of one environment, or of one contestant; `statistic` maps the list of
     strata to a number or an array. Returns the lower and the upper end, each of the shape of the statistic.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     strata = [np.asarray(x, dtype=float) for x in strata]
     draws = [statistic([x[rng.integers(len(x), size=len(x))] for x in strata]) for _ in range(RESAMPLES)]
-    tail = (1 - level) / 2
-    draws = np.stack(draws)
+    draws, tails = np.stack(draws), (0.025, 0.975)
     if np.isfinite(draws).all():
-        low, high = np.quantile(draws, [tail, 1 - tail], axis=0)
+        low, high = np.quantile(draws, tails, axis=0)
     else:  # there is nothing between a number and infinity
-        low, high = (np.quantile(draws, x, 0, method=how) for x, how in ((tail, "lower"), (1 - tail, "higher")))
+        low, high = (np.quantile(draws, x, 0, method=how) for x, how in zip(tails, ("lower", "higher"), strict=True))
     return low, high
 
 
@@ -78,13 +74,3 @@ def ratio_of_rounds(numerator: Sequence[float], denominator: Sequence[float]) ->
     logs = np.log(np.asarray(numerator, dtype=float)) - np.log(np.asarray(denominator, dtype=float))
     ends = student_interval(logs)
     return float(np.exp(logs.mean())), ends and [float(np.exp(end)) for end in ends]
-
-
-def ratio_of_medians(numerator: np.ndarray, denominator: np.ndarray) -> tuple[float, float, float]:
-    """Ratio of the medians of two samples from one process, each (values,), and its interval: (ratio, low, high)."""
-
-    def ratio(strata: Sequence[np.ndarray]) -> np.ndarray:
-        return np.median(strata[0]) / np.median(strata[1])
-
-    low, high = bootstrap([numerator, denominator], ratio)
-    return float(ratio([numerator, denominator])), float(low), float(high)

@@ -22,7 +22,7 @@ from benchmarks.common import plots, runs, stats
 from benchmarks.common.programs import SCRIPTS, fields_of
 from benchmarks.common.results import estimate, make_folder, provenance, write_json
 from benchmarks.learning import sweep
-from benchmarks.learning.report import MIN_SEEDS
+from benchmarks.learning.report import MIN_SEEDS, interval
 from benchmarks.learning.tune import ORIGIN, Options, Search
 from benchmarks.learning.tune_history import INTERVALS, OBJECTIVE, History
 from benchmarks.learning.tune_space import as_flag, show
@@ -135,16 +135,16 @@ def check_on_fresh_seeds(options: Options, settings: dict) -> dict:
 def compare(found: dict[str, list[float]]) -> dict:
     """The difference of the interquartile means of the best and the default settings, and what it says."""
     strata = [np.array([x for x in found[contestant] if not math.isnan(x)]) for contestant in (DEFAULT, BEST)]
-    if min(map(len, strata)) < 2:
-        return {"difference": None, "interval": None, "verdict": "too few runs to say whether anything was found"}
-    difference = float(stats.difference_of_iqms(strata))
-    low, high = (float(end) for end in stats.bootstrap(strata, stats.difference_of_iqms))
-    verdict = "found: better than the default settings" if low > 0 else "nothing was found: its interval holds zero"
-    if high < 0:
-        verdict = "nothing was found: worse than the default settings"
-    if min(map(len, strata)) < MIN_SEEDS:
+    difference = float(stats.difference_of_iqms(strata)) if min(map(len, strata)) else None
+    if not (ends := interval(strata, stats.difference_of_iqms)):
         verdict = f"fewer than {MIN_SEEDS} runs each: too few to say whether anything was found"
-    return {"difference": difference, "interval": [low, high], "verdict": verdict}
+    elif ends[0] > 0:
+        verdict = "found: better than the default settings"
+    elif ends[1] < 0:
+        verdict = "nothing was found: worse than the default settings"
+    else:
+        verdict = "nothing was found: its interval holds zero"
+    return {"difference": difference, "interval": ends, "verdict": verdict}
 
 
 # Tables and figures
