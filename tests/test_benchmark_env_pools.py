@@ -1,9 +1,11 @@
 """./run.sh env-pools: its models against what they are the mean of, its measurements on toy budgets, its report."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -113,6 +115,41 @@ def test_what_a_step_costs_the_learner_is_the_mean_over_the_log(monkeypatch, tmp
     with mock.patch.dict(os.environ):
         row = scaling.measure_cluster(scaling.Options(runners=2, out=tmp_path), 1)
     assert row["learner_seconds_per_step"] == pytest.approx(3 * (0.03 + 0.69) / 2000)
+
+
+def test_scaling_keeps_what_it_has_measured(monkeypatch, tmp_path, capsys):
+    """Of one node and two sizes, the second stopped by Ctrl-C: a record that says that it is unfinished."""
+    sizes = iter([{"name": "1 node"}])
+    monkeypatch.setattr(scaling, "measure_node", lambda _: [{"name": "lock-step, SB3"}])
+
+    def measure_cluster(_options, nodes: int) -> dict:
+        known = json.loads((tmp_path / "scaling.json").read_text())
+        assert known["node"] and len(known["sizes"]) == (nodes > 1), "written as soon as it is known"
+        if found := next(sizes, None):
+            return found
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scaling, "measure_cluster", measure_cluster)
+    with pytest.raises(SystemExit):
+        scaling.main(scaling.Options(script="impala_ray", nodes=(1, 2), out=tmp_path))
+    result = json.loads((tmp_path / "scaling.json").read_text())
+    assert result["sizes"] == [{"name": "1 node"}] and result["provenance"]["is_unfinished"]
+    assert result["settings"]["steps"] == 16 and "stopped; the one node and the sizes" in capsys.readouterr().err
+
+
+def test_scaling_does_not_wait_forever_for_runners(monkeypatch, capsys):
+    """A script that runs, and of which only one of two runners ever delivers."""
+
+    @contextlib.contextmanager
+    def training(_program, **_):
+        yield mock.MagicMock(wait=lambda _: None, last_lines=lambda: "no CPU for it"), Path("nowhere")
+
+    monkeypatch.setattr(scaling.env_pools, "training", training)
+    monkeypatch.setattr(scaling.runs, "read_lines", lambda _: ([{"runners/alive": 1}] * 3, 0))
+    monkeypatch.setattr(scaling, "UP", 0)
+    with pytest.raises(SystemExit):
+        scaling.train("ppo_ray", 1.0, **{"num-runners": 2})
+    assert "not all 2 runners of ppo_ray have delivered in 0 s:\nno CPU for it" in capsys.readouterr().err
 
 
 def test_a_part_with_fewer_rounds_or_rows_does_not_replace_a_whole_one(monkeypatch, tmp_path):

@@ -189,6 +189,8 @@ def test_flags_and_lists_that_make_no_sense(tmp_path, capsys):
             env_pools.check, env_pools.Options(**{name: ()}, out=tmp_path), capsys
         )
     assert "--nodes" in refusal(scaling.main, scaling.Options(nodes=(0,), out=tmp_path), capsys)
+    options = scaling.Options(script="impala_ray", steps=512, out=tmp_path)
+    assert "--steps is for ppo_ray" in refusal(scaling.main, options, capsys)
     assert "--jobs must be more than 0" in refusal(inference.check, inference.Options(jobs=-1, out=tmp_path), capsys)
 
 

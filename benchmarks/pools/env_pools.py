@@ -28,7 +28,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.common import plots, processes, runs, steady, turns
-from benchmarks.common.programs import AS_MODULE, ROOT, SCRIPTS, check_once, check_positive, fail
+from benchmarks.common.programs import AS_MODULE, SCRIPTS, check_once, check_positive, fail
 from benchmarks.common.results import Target, describe, load_all, make_folder, provenance, say_written, stoppable, table
 from benchmarks.pools import models as pool_models
 from benchmarks.pools import peers as pool_peers
@@ -216,7 +216,7 @@ def measure_split(options: Options) -> dict:
         flags |= {"--num-steps": "128", "--num-minibatches": "24", "--total-timesteps": str(MANY)}
         words = [word for pair in flags.items() for word in pair]
         program = [*AS_MODULE, WATCHED, "sections", str(script), "--no-tensorboard", *words]
-        with training(program, PYTHONPATH=str(ROOT)) as (child, folder):
+        with training(program) as (child, folder):
             # The first rollout includes starting and compiling
             while (
                 child.poll() is None and len(lines := runs.read_lines(folder / "metrics.jsonl")[0]) < 4 + options.rounds

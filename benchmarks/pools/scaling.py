@@ -13,6 +13,7 @@ Leaves: in --out scaling.json, scaling.md and scaling.png.
 import json
 import os
 import sys
+import time
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -29,6 +30,8 @@ from benchmarks.pools.sleeping import TALK, Sleeping
 TIMES = STEP, TAIL, CHANCE = 0.03, 1.0, 0.01  # seconds, seconds, probability
 SHORT = 128  # steps of a rollout, at whose end all environments of the node wait
 ROW_BYTES = 4 * 4 + 8 + 5 * 4  # bytes per row of a fragment: observation, action, five numbers
+FRAGMENTS = {"ppo_ray": 512, "impala_ray": 16}  # steps per environment in a fragment, by script
+UP = 600  # seconds within which all runners must have delivered
 LINEAR = 0.9  # share of one node's speed times the number of nodes; below it, this machine is the limit
 TOLD = "24x: 4x by batched rollouts on one node, then 6x by 16 times the processors"
 
@@ -39,19 +42,24 @@ class Options:
     nodes: tuple[int, ...] = (1, 2, 4, 8, 16)  # sizes of the cluster in nodes, starting with 1
     runners: int = 2  # runners on each node
     envs: int = 12  # environments of each runner
-    steps: int = 512  # steps per environment in a fragment, at whose end a runner waits for its slowest; 16 for IMPALA
+    # of ppo_ray: steps per environment in a fragment, at whose end a runner waits for its slowest; by default 512
+    steps: int | None = None
     seconds: float = 60.0  # minimum seconds to measure, from when all runners are up
     pools: bool = True  # also measure the other ways to step the environments of one node
     out: Path = Path("runs/scaling")  # folder of the results
 
 
-def speed(lines: list[dict], runners: int, seconds: float) -> tuple[float, float]:
-    """(environment steps/s, seconds) from the first line of the log with all runners up."""
-    up = [line for line in lines if line.get("runners/alive") == runners]
-    if len(up) < 2 or up[-1]["seconds"] - up[0]["seconds"] < seconds:
-        return 0.0, 0.0
-    length = up[-1]["seconds"] - up[0]["seconds"]
-    return (up[-1]["global_step"] - up[0]["global_step"]) / length, length
+def all_up(lines: list[dict], runners: int) -> list[dict]:
+    """The lines of the log with all runners up."""
+    return [line for line in lines if line.get("runners/alive") == runners]
+
+
+def speed(lines: list[dict], runners: int, seconds: float) -> float:
+    """Environment steps/s from the first line of the log with all runners up; 0 until it covers so many seconds."""
+    up = all_up(lines, runners)
+    if len(up) < 2 or (length := up[-1]["seconds"] - up[0]["seconds"]) < seconds:
+        return 0.0
+    return (up[-1]["global_step"] - up[0]["global_step"]) / length
 
 
 def train(script: str, seconds: float, **settings) -> tuple[float, list[dict]]:
@@ -62,10 +70,13 @@ def train(script: str, seconds: float, **settings) -> tuple[float, list[dict]]:
     }  # fmt: skip
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value)) if word != ""]
     program, result, lines = [sys.executable, str(SCRIPTS / f"{script}.py"), *flags, "--no-tensorboard"], 0.0, []
-    with env_pools.training(program, PYTHONPATH=str(ROOT), RAY_USAGE_STATS_ENABLED="0") as (child, folder):
+    runners, started = max(1, settings["num-runners"]), time.perf_counter()
+    with env_pools.training(program, RAY_USAGE_STATS_ENABLED="0") as (child, folder):
         while child.wait(1) is None and not result:
             lines, _ = runs.read_lines(folder / "metrics.jsonl")
-            result, _ = speed(lines, max(1, settings["num-runners"]), seconds)
+            result = speed(lines, runners, seconds)
+            if not all_up(lines, runners) and time.perf_counter() - started > UP:
+                fail(f"not all {runners} runners of {script} have delivered in {UP} s:\n{child.last_lines()}")
         if not result:
             fail(f"{script} ended by itself:\n{child.last_lines()}")
     return result, lines
@@ -96,10 +107,15 @@ def measure_node(options: Options) -> list[dict]:
     return rows
 
 
+def fragment_steps(options: Options) -> int:
+    """Steps per environment in a fragment."""
+    return options.steps or FRAGMENTS[options.script]
+
+
 def model(options: Options, nodes: int) -> float:
     """Environment steps/s of runners that each wait for their slowest environment, but not for other runners."""
     num_envs = options.envs
-    own = models.rollouts(*TIMES, num_envs, options.steps if options.script == "ppo_ray" else 1)
+    own = models.rollouts(*TIMES, num_envs, fragment_steps(options) if options.script == "ppo_ray" else 1)
     return nodes * options.runners * num_envs / own
 
 
@@ -107,22 +123,22 @@ def measure_cluster(options: Options, nodes: int) -> dict:
     """A row for one cluster size, including the learner's seconds per environment step."""
     from ray.cluster_utils import Cluster
 
-    os.environ |= {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ |= {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}  # for what the cluster's machines start
     node = {"num_cpus": options.runners, "object_store_memory": 100_000_000}
     cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
     for _ in range(nodes - 1):
         cluster.add_node(**node)
     cluster.wait_for_nodes()
     runners = nodes * options.runners
-    own = {"num-steps": options.steps, "rollout": "first-ready", "update-epochs": 1}
-    own = own if options.script == "ppo_ray" else {"fragment-steps": 16, "log-every": 200}
+    own = {"num-steps": fragment_steps(options), "rollout": "first-ready", "update-epochs": 1}
+    own = own if options.script == "ppo_ray" else {"fragment-steps": fragment_steps(options), "log-every": 200}
     settings = {"num-runners": runners, "envs-per-runner": options.envs, "async-envs": ""}
     settings["ray-address"] = cluster.address
     try:
         rate, lines = train(options.script, options.seconds, **own, **settings)
     finally:
         cluster.shutdown()
-    last, spent, up = lines[-1], 0.0, [line for line in lines if line["runners/alive"] == runners]
+    last, spent, up = lines[-1], 0.0, all_up(lines, runners)
     # The shares are percentages of the time of all processes, the runners and the learner. Of a single line they are
     # far off, as the fragments that arrive in its interval were begun in an earlier one
     for before, line in pairwise(up):
@@ -228,23 +244,27 @@ def main(options: Options) -> int:
         fail(f"ray is not installed: {INSTALL.format('ray')}")
     if options.pools and options.runners * options.envs % 3:
         fail("--runners times --envs must be a multiple of 3, for runners of 3 environments; or choose --no-pools")
+    if options.steps and options.script != "ppo_ray":
+        fail(f"--steps is for ppo_ray: the fragments of {options.script} have {FRAGMENTS[options.script]} here")
     make_folder(options.out)
-    settings = {name: getattr(options, name) for name in ("script", "runners", "envs", "steps")}
+    settings = {name: getattr(options, name) for name in ("script", "runners", "envs")}
+    settings["steps"] = fragment_steps(options)
     target = Target(options.out / "scaling.json", {"seconds": options.seconds}, settings=settings)
     more = [f"{x['nodes']} nodes" for x in target.old.get("sizes", []) if x["nodes"] not in options.nodes]
     more += ["pools"] * (bool(target.old.get("node")) and not options.pools)
     if more:
         fail(f"{target.path} has {', '.join(more)}, which yours would lack: give another --out, or move it away")
-    with stoppable(f"the sizes that were finished before lie in {options.out}"):
+    with stoppable(f"the one node and the sizes that were finished before lie in {options.out}"):
         measure(options, settings, target)
     print(write_summary(options.out))
     return say_written(options.out, [target], "scaling.md", "scaling.png")
 
 
 def measure(options: Options, settings: dict, target: Target) -> None:
-    """Measure one node and all sizes; the result so far is written after each size."""
+    """Measure one node and all sizes; the result so far is written after each of them."""
     result = {"settings": settings, "seconds": options.seconds, "sizes": []}
     result["node"] = measure_node(options) if options.pools else []
+    target.write(result | {"provenance": provenance()}, is_whole=False)
     for nodes in options.nodes:
         result["sizes"].append(measure_cluster(options, nodes))
         target.write(result | {"provenance": provenance()}, is_whole=len(result["sizes"]) == len(options.nodes))
