@@ -159,14 +159,8 @@ class Task:
     report: Report
     deadline: float  # on the clock of time.perf_counter()
 
-    def share(self, place: int, count: int) -> float:
-        """Seconds for item `place` of `count` measured one after the other: the time left, in equal shares."""
-        return max(0.0, self.deadline - time.perf_counter()) / (count - place)
-
-
-def no_bars(text: str) -> str:
-    """A text that can stand in a cell of a table."""
-    return text.replace("|", "/")
+    def seconds_left(self) -> float:
+        return max(0.0, self.deadline - time.perf_counter())
 
 
 def parity_lines(found: dict[str, dict[str, dict]], compared: tuple[str, ...]) -> list[str]:
@@ -176,7 +170,7 @@ def parity_lines(found: dict[str, dict[str, dict]], compared: tuple[str, ...]) -
         if own is None:
             return "not yet"
         if "failed" in own:
-            return no_bars(f"failed: {own['failed']}")
+            return f"failed: {own['failed']}"
         return f"{'yes' if own['equal'] else 'NO'} ({max(own['metrics'], own['weights']):.0e})"
 
     rows = [[f"`{script}`", *(cell(own.get(name)) for name in compared)] for script, own in found.items()]
@@ -256,7 +250,7 @@ def speed_lines(results: list[dict]) -> list[str]:
         ratios = {x["of"]: x for x in result["ratios"]}
         for name, own in result["contestants"].items():
             start = [f"`{result['script']}`, {result['env_id']}", plots.label(name)]
-            failed = no_bars(f"failed: {own['failed']}") if "failed" in own else ""
+            failed = f"failed: {own['failed']}" if "failed" in own else ""
             if "steps_per_second" not in own:
                 rows.append([*start, failed, "-"])
                 continue
@@ -299,7 +293,7 @@ def measure_speeds(task: Task) -> None:
         task.report.draw("speed", throughput.draw, results)
 
     contestants = {script: contestants_of(task, script) for script in task.scripts}
-    gpu_speed.measure(contestants, task.plan.device, task.plan.rounds, task.share(0, 1), on_change)
+    gpu_speed.measure(contestants, task.plan.device, task.plan.rounds, task.seconds_left(), on_change)
 
 
 def measure_inference(task: Task) -> None:
@@ -317,7 +311,7 @@ def measure_inference(task: Task) -> None:
 
     where = {"networks": networks, "devices": (task.plan.device,), "out": task.work}
     options = inference.check(inference.Options(**where, **task.plan.inference))
-    inference.measure(options, task.share(0, 1), tqdm(disable=True), on_result)
+    inference.measure(options, task.seconds_left(), tqdm(disable=True), on_result)
 
 
 def measure_device_use(task: Task) -> None:
@@ -333,7 +327,7 @@ def measure_device_use(task: Task) -> None:
         task.report.write("device_use", f"running: {done} of {count}", [*lines, ""], uses)
         task.report.draw("device_use", device_use.draw, uses)
 
-    limits = task.plan.profile_seconds, task.share(0, 1), task.work, task.cache
+    limits = task.plan.profile_seconds, task.seconds_left(), task.work, task.cache
     device_use.measure(task.scripts, task.plan.profiled, task.plan.device, *limits, on_use)
 
 
@@ -342,7 +336,7 @@ def measure_rollout(task: Task) -> None:
         task.report.write("rollout", "running", ["## Rollout", "", *rollout.table_of(result), ""], result)
 
     options = rollout.check(rollout.Options(out=task.work, device=task.plan.device, **task.plan.rollout))
-    rollout.measure(options, task.share(0, 1), tqdm(disable=True), on_result)
+    rollout.measure(options, task.seconds_left(), tqdm(disable=True), on_result)
 
 
 # The parts of each stage, the most important first, each with the share of the remaining time that it may take
@@ -391,7 +385,7 @@ def run_part(name: str, part: Callable[[Task], None], task: Task) -> None:
         task.report.write(name, f"stopped, {task.report.status[name]}")
         raise
     except (Exception, SystemExit) as error:
-        status = f"failed: {no_bars(turns.describe_error(error))}"
+        status = f"failed: {turns.describe_error(error)}"
     task.report.write(name, f"{status}, {time.perf_counter() - begin:.0f} s")
 
 

@@ -177,7 +177,7 @@ def row_of(cell: dict) -> list[str]:
     start = [cell["path"], f"{cell['batch_size']:,}"]
     if "error" in cell:
         text = f"failed: {cell['error']}".replace("failed: NotImplementedError: ", "none: ")  # as it says
-        return [*start, text.replace("|", "/"), *["-"] * 9]
+        return [*start, text, *["-"] * 9]
     gain = f"{percent(cell['speedup'])} [{percent(cell['interval'][0])}, {percent(cell['interval'][1])}]"
     times = [f"{cell[key]:,.1f}" for key in ("p50_us", "p99_us", "cpu_us", "eager_p50_us")]
     refresh = (

@@ -228,11 +228,11 @@ NETWORKS = {name: (KINDS[pair.acts], pair.obs_shape, pair.num_actions) for name,
 NETWORKS["rllib_cnn"] = (RLlibCNN, (4, 84, 84), 4)
 
 
-def make_act(name: str, seed: int = 1, obs_shape: tuple[int, ...] = (), num_actions: int = 0) -> nn.Module:
-    """A script's act function on the CPU, with weights from a seed, for its default environment or for other sizes."""
+def make_act(name: str, obs_shape: tuple[int, ...] = (), num_actions: int = 0) -> nn.Module:
+    """A script's act function on the CPU, always with the same weights, for its default environment or other sizes."""
     kind, shape, number = NETWORKS[name]
     script = None if kind is RLlibCNN else load_script(SCRIPTS / f"{name}.py")
-    torch.manual_seed(seed)
+    torch.manual_seed(1)
     return kind(script, obs_shape or shape, num_actions or number)
 
 

@@ -93,7 +93,7 @@ def row_of(row: dict) -> list[str]:
     """Cells of the table for one actor."""
     start = [row["family"], row["backend"], row["num_envs"], row["actor"]]
     if "error" in row:
-        return [*start, f"failed: {row['error']}".replace("|", "/"), *["-"] * 4]
+        return [*start, f"failed: {row['error']}", *["-"] * 4]
     ratio = "-" if row["actor"] == "off" else estimate(row["ratio"], row["interval"], ".2f")
     times = [f"{row[key]:,.1f}" for key in ("p50_us", "p99_us", "compile_seconds")]
     return [*start, f"{row['steps_per_second']:,.0f}", ratio, *times]

@@ -335,8 +335,9 @@ def stoppable(kept: str) -> Iterator[None]:
 
 
 def table(header: list[str], rows: list[list]) -> list[str]:
-    """Lines of a Markdown table."""
-    return [f"| {' | '.join(map(str, cells))} |" for cells in (header, ["---"] * len(header), *rows)]
+    """Lines of a Markdown table. What bears a "|", such as an error message, gets a "/" instead."""
+    rows = [[str(cell).replace("|", "/") for cell in cells] for cells in (header, ["---"] * len(header), *rows)]
+    return [f"| {' | '.join(cells)} |" for cells in rows]
 
 
 def estimate(value: float, ends: list[float] | None, form: str = ",.1f") -> str:

@@ -3,8 +3,6 @@
 A step takes t seconds and, with probability p, T seconds more; the pool itself adds no overhead.
 """
 
-import heapq
-
 import numpy as np
 
 
@@ -46,22 +44,3 @@ def hybrid_first_ready(t: float, tail: float, chance: float, envs_per_worker: in
 def one_slow_step(t: float, tail: float, length: int) -> float:
     """The mean step time of a rollout of L steps, one of which takes T: (T + (L - 1) t) / L."""
     return (tail + (length - 1) * t) / length
-
-
-def simulate(
-    t: float, tail: float, chance: float, num_envs: int, ready_batch: int, steps: int = 100_000, seed: int = 0
-) -> float:
-    """First ready in batches of M: the pool waits until M are ready, then starts the next step of all that are."""
-    rng = np.random.default_rng(seed)
-    draw = iter((t + tail * (rng.random(steps + 2 * num_envs) < chance)).tolist())
-    finish, done, now = [next(draw) for _ in range(num_envs)], 0, 0.0
-    heapq.heapify(finish)
-    while done < steps:
-        ready = [heapq.heappop(finish) for _ in range(ready_batch)]
-        now = max(now, ready[-1])
-        while finish and finish[0] <= now:
-            ready.append(heapq.heappop(finish))
-        done += len(ready)
-        for _ in ready:
-            heapq.heappush(finish, now + next(draw))
-    return now * num_envs / done

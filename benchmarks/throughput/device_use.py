@@ -173,7 +173,7 @@ def table_of(uses: dict[str, dict[str, dict]], speeds: dict[tuple[str, str], flo
         for variant, use in variants.items():
             start = [f"`{script}`", plots.label(variant)]
             if "failed" in use:
-                rows.append([*start, f"failed: {use['failed']}".replace("|", "/"), *["-"] * 6])
+                rows.append([*start, f"failed: {use['failed']}", *["-"] * 6])
                 continue
             known = speeds.get((script, variant))
             undisturbed = f"{1e-6 * use['busy_us_per_step'] * known:.0%}" if known else "-"
