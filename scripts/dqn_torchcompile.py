@@ -16,10 +16,10 @@ https://arxiv.org/abs/1509.06461.
 Its eager twin is `dqn.py`; `./run.sh diff` shows what compiling changes.
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = number of actions, P = number of parameters.
 
-Settings are those of CleanRL's script of the same name. Departures from it: an environment resets in the step after an
-episode's end, and this row is neither stored nor counted; there is one update for every `train_frequency` steps
-that count, those of all environments together; each environment draws on its own whether to explore. Departures from
-the paper, in both: vectors instead of frames, and so a small network; Adam; a TD error that is not clipped.
+Settings are those of CleanRL's script of the same name. Departures from it: the step after an episode's end only resets
+the environment, and is neither stored nor counted; there is one update for every `train_frequency` steps that count,
+those of all environments together; each environment draws on its own whether to explore. Both scripts depart from the
+paper: vectors instead of frames, and so a small network; Adam; a TD error that is not clipped.
 
 Reading order: settings, networks, formulas, then `train`, the algorithm. Below the `# ----` line is only plumbing.
 """
@@ -83,7 +83,7 @@ class Args:
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: chosen by the rule in docs/ppo.md
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: mostly EnvPool's for several (docs/ppo.md)
     sync_envs: bool = False  # step all environments in this process, in turn: best where a step takes microseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 500_000  # environment steps in the whole run
@@ -156,14 +156,14 @@ def train(args: Args) -> Path:
     network = QNetwork(envs.obs_dim, num_actions).to(device)
     target_network = deepcopy(network)
     optimizer, buffer = Adam(network, args.learning_rate), ReplayBuffer(args.buffer_size, envs.obs_dim, 1, device)
-    # One observation is too little work for a GPU or PyTorch: NumPy acts on the CPU, on the memory of the weights or of
-    # their copy beside a GPU. `check_policy` fails if it differs from `forward`
+    # One observation is too little work for a GPU or PyTorch: NumPy acts on the CPU. It reads the weights in place or,
+    # beside a GPU, a copy of them. `check_policy` fails if it differs from `forward`
     collector = copy_on_cpu(network)
     q_values = numpy_mlp(collector.net)
-    check_policy(q_values, collector, collector, envs.obs_dim)
+    check_policy(q_values, learning=collector, module=collector, obs_dim=envs.obs_dim)
 
     def update() -> Tensor:
-        """One step of Adam on the squared TD errors of a batch drawn from the buffer -> `METRICS`."""
+        """One step of Adam on the squared TD errors of a batch drawn from the buffer -> the values of `METRICS`."""
         obs, action, reward, next_obs, terminated = buffer.sample(args.batch_size)
         with torch.no_grad():
             next_q = target_network(next_obs)
@@ -184,22 +184,21 @@ def train(args: Args) -> Path:
     update = refuse_changes(update)
 
     buffers = {"buffer": buffer} if args.save_replay else {}
+    first_update = args.learning_starts + (0 if args.save_replay else run.step)  # refill an unsaved replay first
     run.open(envs, network=network, target_network=target_network, optimizer=optimizer, **buffers)
     update_copy(network, collector)  # the weights as loaded
     run.num_updates = run.step // args.train_frequency  # counted again, as --override may have changed the frequency
     losses = None
     episode_return, episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
     obs, done = envs.reset(), np.zeros(args.num_envs, dtype=bool)
-    # A resumed run whose replay buffer was not saved refills it before it learns
-    first_update = args.learning_starts + (0 if args.save_replay else run.step)
     while run.goes_on():
         steps = []  # until an update is due, to be stored in one copy; one at least, even if a signal has just come
         while not steps or (run.goes_on() and run.step < (run.num_updates + 1) * args.train_frequency):
             # Act, with probability epsilon at random. Where all do that, as at the start of a run, no values are needed
             epsilon = linear_schedule(args.epsilon_start, args.epsilon_end, exploration_steps, run.step)
             explorers = [i for i in range(args.num_envs) if random.random() < epsilon]
-            is_greedy = len(explorers) < args.num_envs
-            action = q_values(obs.astype(np.float32)).argmax(1) if is_greedy else np.zeros(args.num_envs, int)
+            any_greedy = len(explorers) < args.num_envs
+            action = q_values(obs.astype(np.float32)).argmax(1) if any_greedy else np.zeros(args.num_envs, int)
             for i in explorers:
                 action[i] = random.randrange(num_actions)
 
@@ -392,7 +391,7 @@ class Adam(nn.Module):
     For small networks that bookkeeping takes longer than the kernel. Compiled code, which can use neither, takes the
     formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state, the
     learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value. Gradients
-    are handed to `step` and not kept in `.grad`: use `clip`, as `clip_grad_norm_` would do nothing, nor would an
+    are handed to `step` and not kept in `.grad`: use `clip` of ppo.py; `clip_grad_norm_` would do nothing, nor would an
     optimizer of torch.optim. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`. To
     reset it, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers` (of the formula) with 1. Weights
     that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
@@ -487,9 +486,8 @@ def compiled(device: torch.device, *functions, **more_options):
         places = os.path.dirname(torch.__file__), torch._inductor.runtime.cache_dir_utils.cache_dir()
         if spaced := [place for place in places if " " in place]:  # Inductor does not quote it
             fail(f"torch.compile can't use a folder with a space in its name, {spaced[0]}; --no-compile does without")
-    codes = [function.__code__ for function in functions]
-    if len(set(map(id, codes))) < len(codes):
-        fail("two functions of one `def`, or of one decorator, would share compiled code: write each out, undecorated")
+    for f in functions:  # compiled code is found by the code object, which functions of one decorator or `def` share
+        f.__code__ = f.__code__.replace(co_varnames=f.__code__.co_varnames)
     torch._dynamo.config.trace_autograd_ops = True
     torch.compiler.reset()  # an earlier run in this process may have compiled with other settings
     check_adam()
@@ -808,7 +806,8 @@ def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> N
     if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
         hint = "`numpy_mlp` leaves out a part of `forward`, such as a number that has changed; `forward` is random, as "
         hint += "with Dropout, looks at a whole batch, or changes its buffers, as with `spectral_norm`; or actions have"
-        fail(f"the policy that acts differs from the one that learns: {hint} another `log_prob`")
+        hint += " another `log_prob`, or are changed after they are drawn"
+        fail(f"the policy that acts differs from the one that learns: {hint}")
 
 
 @torch.no_grad()
@@ -881,7 +880,7 @@ def num_cores() -> int:
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
     """The library that makes the environments; SystemExit(2) with similar ids if none knows the id."""
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
-    libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"], []
+    libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"][: 2 - (":" in env_id)], []
     for library in libraries if in_process else reversed(libraries):
         # EnvPool takes half a second to import
         ids = gym.registry if library == "gymnasium" else importlib.import_module("envpool").list_all_envs()
@@ -1507,6 +1506,10 @@ class Run:
         random.seed(self.args.seed)
         np.random.seed(self.args.seed % 2**32)
         torch.manual_seed(self.args.seed)
+        # What a script sets for the whole process: in a notebook, the next run finds it as this one did
+        self.at_end.callback(torch.set_num_threads, torch.get_num_threads())
+        self.at_end.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        self.at_end.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
 
     def env_seeds(self, num_envs: int) -> list[int]:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""

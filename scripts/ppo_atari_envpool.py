@@ -112,6 +112,7 @@ METRICS = (  # in the order in which `update_minibatch` stacks them
 )  # fmt: skip
 # Smallest and largest value of a setting; for settings not listed, integers are at least 1, floats at least 0
 LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "gae_lambda": (0, 1), "repeat_action_probability": (0, 1)}
+LIMITS |= {"max_grad_norm": (1e-9, math.inf)}  # with 0, nothing would be learnt
 # What --override may change when a run is resumed
 CHANGEABLE = "learning_rate gamma gae_lambda update_epochs clip_coef ent_coef vf_coef max_grad_norm target_kl".split()
 
@@ -213,7 +214,7 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean squared error of the value; with clip_coef, each row counts its larger error."""
+    """Half the mean squared error of the value; with clip_coef, of each row the larger error, clipped or not."""
     squared_error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
@@ -245,7 +246,8 @@ def train(args: Args) -> Path:
     # the rollout, entry t + 1 that of step t; of the last entry, only the value is used
     shape = (args.num_steps + 2, envs.num_pools, args.num_envs // envs.num_pools)
     obs = torch.zeros(*shape, 21, 21, 8, dtype=torch.int64, device=device)  # 64 bytes as 8 integers: faster to copy
-    action, (log_prob, value) = torch.zeros_like(obs[..., 0, 0, 0]), torch.zeros(2, *shape, device=device)
+    action = torch.zeros(shape, dtype=torch.int64, device=device)
+    log_prob, value = torch.zeros(2, *shape, device=device)
     exponential = torch.zeros(*shape, agent.actor.out_features, device=device)
     entries = torch.arange(shape[0] * shape[1], device=device).view(*shape[:2], 1)  # by step and pool, in a tensor
 
@@ -274,7 +276,7 @@ def train(args: Args) -> Path:
         return advantage.flatten(), returns.flatten(), valid.flatten(), explained_variance
 
     def update_minibatch(index: Tensor, *estimates: Tensor) -> Tensor:
-        """One step of Adam on the rows `index` (M,) of the batch -> `METRICS`."""
+        """One step of Adam on the rows `index` (M,) of the batch -> the values of `METRICS`."""
         frames, *rows = (x[1:-1].flatten(0, 2) for x in (obs, action, log_prob, value))
         taken, old_log_prob, old_value, advantage, returns, valid = (x[index] for x in (*rows, *estimates))
         log_probs, new_value = agent(frames.index_select(0, index).view(torch.uint8))
@@ -318,7 +320,7 @@ def train(args: Args) -> Path:
         update_copy(agent, collector)
         torch.set_num_threads(1)  # a second thread would take a core from the games
         exponential.exponential_()
-        obs[0] = obs[-2]  # the stack before `newest`, which `act` pushes once more, with the new weights
+        obs[0] = obs[-2]  # the stack without `newest`: `act` pushes that again, and acts by the new weights
         for pool in range(envs.num_pools):
             envs.send(pool, act(newest[pool], entries[1, pool]).cpu().numpy())
         for t in range(args.num_steps - 1):
@@ -397,7 +399,7 @@ class Adam(nn.Module):
     For small networks that bookkeeping takes longer than the kernel. Compiled code, which can use neither, takes the
     formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state, the
     learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value. Gradients
-    are handed to `step` and not kept in `.grad`: use `clip`, as `clip_grad_norm_` would do nothing, nor would an
+    are handed to `step` and not kept in `.grad`: use `clip` of ppo.py; `clip_grad_norm_` would do nothing, nor would an
     optimizer of torch.optim. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`. To
     reset it, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers` (of the formula) with 1. Weights
     that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
@@ -925,6 +927,10 @@ class Run:
         random.seed(self.args.seed)
         np.random.seed(self.args.seed % 2**32)
         torch.manual_seed(self.args.seed)
+        # What a script sets for the whole process: in a notebook, the next run finds it as this one did
+        self.at_end.callback(torch.set_num_threads, torch.get_num_threads())
+        self.at_end.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        self.at_end.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
 
     def env_seeds(self, num_envs: int) -> list[int]:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""

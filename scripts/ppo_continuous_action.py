@@ -18,11 +18,12 @@ Shapes: T = num_steps, N = num_envs, B = T * N, M = rows of a minibatch, O = siz
 P = number of parameters.
 
 Settings are those of CleanRL's script of the same name. Departures from it: a truncated episode bootstraps from the
-value of its last observation; an environment resets in the step after an episode's end, and this row is masked; rewards
-of a rollout are scaled by one standard deviation, that of all discounted returns up to the end of the rollout;
---target-kl tests means over an epoch; the log has means over the last epoch.
+value of its last observation; the step in which an environment resets is masked; rewards of a rollout are scaled by
+one standard deviation, that of all discounted returns up to the end of the rollout; --target-kl looks at means over an
+epoch, and the log at those of the last one.
 
-Reading order: settings, networks, formulas, then `train`, the algorithm. Below the `# ----` line is only plumbing.
+Reading order: settings, networks, formulas, then `train`, the algorithm. Below the `# ----` line are normalization of
+observations and rewards, and plumbing.
 """
 
 import ast
@@ -82,7 +83,7 @@ class Args:
 
     # environment
     env_id: str = "HalfCheetah-v4"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: chosen by the rule in docs/ppo.md
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: mostly EnvPool's for several (docs/ppo.md)
     sync_envs: bool = False  # step all environments in this process, in turn: best where a step takes microseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps, rows of resets included, rounded down to whole rollouts
@@ -111,6 +112,7 @@ METRICS = (  # in the order in which `update_minibatch` stacks them
 )  # fmt: skip
 # Smallest and largest value of a setting; for settings not listed, integers are at least 1, floats at least 0
 LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "gae_lambda": (0, 1)}
+LIMITS |= {"max_grad_norm": (1e-9, math.inf)}  # with 0, nothing would be learnt
 # What --override may change when a run is resumed
 CHANGEABLE = "learning_rate gamma gae_lambda update_epochs clip_coef ent_coef vf_coef max_grad_norm target_kl".split()
 
@@ -122,7 +124,8 @@ def mlp(inputs: int, outputs: int, output_gain: float) -> nn.Sequential:
         nn.Linear(64, 64), nn.Tanh(),
         nn.Linear(64, outputs),
     )  # fmt: skip
-    for layer in (layers := [layer for layer in net if isinstance(layer, nn.Linear)]):
+    layers = [layer for layer in net if isinstance(layer, nn.Linear)]
+    for layer in layers:
         nn.init.orthogonal_(layer.weight, output_gain if layer is layers[-1] else math.sqrt(2))
         nn.init.zeros_(layer.bias)
     return net
@@ -192,7 +195,7 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean squared error of the value; with clip_coef, each row counts its larger error."""
+    """Half the mean squared error of the value; with clip_coef, of each row the larger error, clipped or not."""
     squared_error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
@@ -221,14 +224,14 @@ def train(args: Args) -> Path:
     optimizer = Adam(agent, args.learning_rate, eps=1e-5)
     obs_norm, reward_scale = RunningNorm((envs.obs_dim,)), RewardScale(args.num_envs, args.gamma)
 
-    # One observation is too little work for a GPU or PyTorch: NumPy acts on the CPU, on the memory of the weights or of
-    # their copy beside a GPU. `check_policy` fails if it differs from `forward`
+    # One observation is too little work for a GPU or PyTorch: NumPy acts on the CPU. It reads the weights in place or,
+    # beside a GPU, a copy of them. `check_policy` fails if it differs from `forward`
     collector = copy_on_cpu(agent)
     policy = numpy_mlp(collector.actor)
 
     def acting_log_std() -> Tensor:
         """Log std of the action (A,), as `forward` returns it; it must be the same for all observations."""
-        return collector(torch.zeros(1, envs.obs_dim))[1].detach()
+        return outputs_of(collector, torch.zeros(2, envs.obs_dim))[1].detach().reshape(-1, len(low))[0]
 
     check_policy(policy, lambda obs: collector(obs)[0], collector, envs.obs_dim)
     check_policy(
@@ -248,7 +251,7 @@ def train(args: Args) -> Path:
         return log_prob, *(x.flatten(0, 1) for x in rows), explained_variance
 
     def update_minibatch(index: Tensor, *batch: Tensor) -> Tensor:
-        """One step of Adam on the rows `index` (M,) of the batch -> `METRICS`."""
+        """One step of Adam on the rows `index` (M,) of the batch -> the values of `METRICS`."""
         old_log_prob, obs, action, old_value, advantage, returns, valid = (x[index] for x in batch)
         mean, log_std, value = agent(obs)
         log_ratio = normal_log_prob(action, mean, log_std) - old_log_prob
@@ -292,9 +295,9 @@ def train(args: Args) -> Path:
             obs_norm.update(raw_obs)
         obs[-1] = obs_norm(raw_obs)
         # Fail if the policy that acts and the one that learns differ: a change of yours may have reached only one
-        rows = obs[:2].reshape(-1, envs.obs_dim)
+        rows, drawn, last_noise = (x.reshape(-1, x.shape[-1]) for x in (obs[-3:-1], action[-2:], noise[-2:]))
         learnt, *_ = outputs_of(agent, torch.from_numpy(rows).to(device))
-        check_same(policy(rows), learnt, rows)
+        check_same(drawn, learnt.cpu() + torch.from_numpy(last_noise), rows)
         done_before, done = done[-1:], terminated | truncated
         valid = ~np.concatenate([done_before, done[:-1]])  # the row after an episode's end is its reset
         run.episodes += statistics.update(reward, done, valid)
@@ -401,7 +404,7 @@ class Adam(nn.Module):
     For small networks that bookkeeping takes longer than the kernel. Compiled code, which can use neither, takes the
     formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state, the
     learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value. Gradients
-    are handed to `step` and not kept in `.grad`: use `clip`, as `clip_grad_norm_` would do nothing, nor would an
+    are handed to `step` and not kept in `.grad`: use `clip` of ppo.py; `clip_grad_norm_` would do nothing, nor would an
     optimizer of torch.optim. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`. To
     reset it, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers` (of the formula) with 1. Weights
     that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
@@ -567,7 +570,8 @@ def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> N
     if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
         hint = "`numpy_mlp` leaves out a part of `forward`, such as a number that has changed; `forward` is random, as "
         hint += "with Dropout, looks at a whole batch, or changes its buffers, as with `spectral_norm`; or actions have"
-        fail(f"the policy that acts differs from the one that learns: {hint} another `log_prob`")
+        hint += " another `log_prob`, or are changed after they are drawn"
+        fail(f"the policy that acts differs from the one that learns: {hint}")
 
 
 @torch.no_grad()
@@ -640,7 +644,7 @@ def num_cores() -> int:
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
     """The library that makes the environments; SystemExit(2) with similar ids if none knows the id."""
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
-    libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"], []
+    libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"][: 2 - (":" in env_id)], []
     for library in libraries if in_process else reversed(libraries):
         # EnvPool takes half a second to import
         ids = gym.registry if library == "gymnasium" else importlib.import_module("envpool").list_all_envs()
@@ -1278,6 +1282,10 @@ class Run:
         random.seed(self.args.seed)
         np.random.seed(self.args.seed % 2**32)
         torch.manual_seed(self.args.seed)
+        # What a script sets for the whole process: in a notebook, the next run finds it as this one did
+        self.at_end.callback(torch.set_num_threads, torch.get_num_threads())
+        self.at_end.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        self.at_end.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
 
     def env_seeds(self, num_envs: int) -> list[int]:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""

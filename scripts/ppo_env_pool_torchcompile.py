@@ -133,6 +133,7 @@ LIMITS = {
     "seed": (0, 2**63 - 1), "gamma": (0, 1), "gae_lambda": (0, 1),
     "ready_batch": (0, math.inf), "max_restarts": (0, math.inf), "step_timeout": (1e-3, math.inf),
 }  # fmt: skip
+LIMITS |= {"max_grad_norm": (1e-9, math.inf)}  # with 0, nothing would be learnt
 # What --override may change when a run is resumed
 CHANGEABLE = "learning_rate gamma gae_lambda update_epochs clip_coef ent_coef vf_coef max_grad_norm target_kl".split()
 
@@ -144,7 +145,8 @@ def mlp(inputs: int, outputs: int, output_gain: float) -> nn.Sequential:
         nn.Linear(64, 64), nn.Tanh(),
         nn.Linear(64, outputs),
     )  # fmt: skip
-    for layer in (layers := [layer for layer in net if isinstance(layer, nn.Linear)]):
+    layers = [layer for layer in net if isinstance(layer, nn.Linear)]
+    for layer in layers:
         nn.init.orthogonal_(layer.weight, output_gain if layer is layers[-1] else math.sqrt(2))
         nn.init.zeros_(layer.bias)
     return net
@@ -238,7 +240,7 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean squared error of the value; with clip_coef, each row counts its larger error."""
+    """Half the mean squared error of the value; with clip_coef, of each row the larger error, clipped or not."""
     squared_error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
@@ -267,8 +269,8 @@ def train(args: Args) -> Path:
     agent = ActorCritic(pool.obs_dim, space).to(device)
     optimizer = Adam(agent, args.learning_rate, eps=1e-5)
 
-    # A few observations are too little work for a GPU or PyTorch: NumPy acts on the CPU, on the memory of the weights
-    # or of their copy beside a GPU. `check_policy` fails if it differs from `forward`
+    # A few observations are too little work for a GPU or PyTorch: NumPy acts on the CPU. It reads the weights in place
+    # or, beside a GPU, a copy of them. `check_policy` fails if it differs from `forward`
     collector = copy_on_cpu(agent)
     policy = numpy_mlp(collector.actor)
     low, high = (None, None) if agent.is_discrete else (space.low.reshape(-1), space.high.reshape(-1))
@@ -297,7 +299,7 @@ def train(args: Args) -> Path:
         return log_prob, *(x.flatten(0, 1) for x in rows), explained_variance
 
     def update_minibatch(index: Tensor, *batch: Tensor) -> Tensor:
-        """One step of Adam on the rows `index` (M,) of the batch -> `METRICS`."""
+        """One step of Adam on the rows `index` (M,) of the batch -> the values of `METRICS`."""
         old_log_prob, obs, action, old_value, advantage, returns, valid = (x[index] for x in batch)
         log_prob, entropy, value = agent(obs, action)
         log_ratio = log_prob - old_log_prob
@@ -432,7 +434,7 @@ class Adam(nn.Module):
     For small networks that bookkeeping takes longer than the kernel. Compiled code, which can use neither, takes the
     formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state, the
     learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value. Gradients
-    are handed to `step` and not kept in `.grad`: use `clip`, as `clip_grad_norm_` would do nothing, nor would an
+    are handed to `step` and not kept in `.grad`: use `clip` of ppo.py; `clip_grad_norm_` would do nothing, nor would an
     optimizer of torch.optim. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`. To
     reset it, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers` (of the formula) with 1. Weights
     that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
@@ -527,9 +529,8 @@ def compiled(device: torch.device, *functions, **more_options):
         places = os.path.dirname(torch.__file__), torch._inductor.runtime.cache_dir_utils.cache_dir()
         if spaced := [place for place in places if " " in place]:  # Inductor does not quote it
             fail(f"torch.compile can't use a folder with a space in its name, {spaced[0]}; --no-compile does without")
-    codes = [function.__code__ for function in functions]
-    if len(set(map(id, codes))) < len(codes):
-        fail("two functions of one `def`, or of one decorator, would share compiled code: write each out, undecorated")
+    for f in functions:  # compiled code is found by the code object, which functions of one decorator or `def` share
+        f.__code__ = f.__code__.replace(co_varnames=f.__code__.co_varnames)
     torch._dynamo.config.trace_autograd_ops = True
     torch.compiler.reset()  # an earlier run in this process may have compiled with other settings
     check_adam()
@@ -893,7 +894,8 @@ def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> N
     if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
         hint = "`numpy_mlp` leaves out a part of `forward`, such as a number that has changed; `forward` is random, as "
         hint += "with Dropout, looks at a whole batch, or changes its buffers, as with `spectral_norm`; or actions have"
-        fail(f"the policy that acts differs from the one that learns: {hint} another `log_prob`")
+        hint += " another `log_prob`, or are changed after they are drawn"
+        fail(f"the policy that acts differs from the one that learns: {hint}")
 
 
 @torch.no_grad()
@@ -995,7 +997,7 @@ def num_cores() -> int:
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
     """The library that makes the environments; SystemExit(2) with similar ids if none knows the id."""
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
-    libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"], []
+    libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"][: 2 - (":" in env_id)], []
     for library in libraries if in_process else reversed(libraries):
         # EnvPool takes half a second to import
         ids = gym.registry if library == "gymnasium" else importlib.import_module("envpool").list_all_envs()
@@ -1703,6 +1705,10 @@ class Run:
         random.seed(self.args.seed)
         np.random.seed(self.args.seed % 2**32)
         torch.manual_seed(self.args.seed)
+        # What a script sets for the whole process: in a notebook, the next run finds it as this one did
+        self.at_end.callback(torch.set_num_threads, torch.get_num_threads())
+        self.at_end.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        self.at_end.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
 
     def env_seeds(self, num_envs: int) -> list[int]:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""

@@ -92,7 +92,7 @@ class Args:
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete or Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: chosen by the rule in docs/ppo.md
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: mostly EnvPool's for several (docs/ppo.md)
     async_envs: bool = False  # runners step Gymnasium environments in worker processes that do not wait for each other
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 500_000  # environment steps, rows of resets included, rounded down to whole rollouts
@@ -110,8 +110,8 @@ class Args:
     cpus_per_learner: float = 1.0  # CPU cores that Ray reserves per learner, except for this process
     gpus_per_learner: float = 0.0  # GPUs per learner, except for this process, which uses --device
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
-    runner_restarts: int = 50  # this times --num-runners dead runners are replaced; one more death ends the run
-    fragment_timeout: float = 300.0  # seconds until a silent runner is replaced; all, or a learner, silent: run ends
+    runner_restarts: int = 50  # dead runners are replaced, up to this times --num-runners in a run; one more ends it
+    fragment_timeout: float = 300.0  # a runner silent for so many seconds is replaced; a learner, or all: the run ends
 
     # PPO
     num_steps: int = 128  # steps of each environment in a rollout
@@ -145,6 +145,7 @@ METRICS = (  # in the order in which `gradient` stacks them
 # Smallest and largest value of a setting; for settings not listed, integers are at least 1, floats at least 0
 LIMITS = {"seed": (0, 2**63 - 1), "gamma": (0, 1), "gae_lambda": (0, 1), "num_learners": (0, math.inf)}
 LIMITS |= {"num_runners": (0, math.inf), "runner_restarts": (0, math.inf)}
+LIMITS |= {"max_grad_norm": (1e-9, math.inf)}  # with 0, nothing would be learnt
 # What --override may change when a run is resumed
 CHANGEABLE = "learning_rate gamma gae_lambda update_epochs clip_coef ent_coef vf_coef max_grad_norm target_kl".split()
 
@@ -223,7 +224,7 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean squared error of the value; with clip_coef, each row counts its larger error."""
+    """Half the mean squared error of the value; with clip_coef, of each row the larger error, clipped or not."""
     squared_error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
@@ -248,7 +249,7 @@ class Runner:
             self.obs_type, self.device, self.policy = np.float32, torch.device("cpu"), numpy_mlp(self.agent.actor)
             check_policy(self.policy, lambda obs: self.agent(obs)[0], self.agent, self.envs.obs_dim)
         check_density(self.agent)
-        self.rng = np.random.default_rng([*seeds, 1])  # without the 1, a single environment draws the same numbers
+        self.rng = np.random.default_rng([*seeds, 1])  # the 1: or a lone environment would draw the same numbers
         self.statistics, self.clock = EpisodeStatistics(len(seeds)), Clock()
         self.obs, self.done = self.envs.reset(), np.zeros((1, len(seeds)), dtype=bool)
         self.obs_norm = RunningNorm((self.envs.obs_dim,) * args.norm_obs)  # else one number: less to send
@@ -444,7 +445,8 @@ def mlp(inputs: int, outputs: int, output_gain: float) -> nn.Sequential:
         nn.Linear(64, 64), nn.Tanh(),
         nn.Linear(64, outputs),
     )  # fmt: skip
-    for layer in (layers := [layer for layer in net if isinstance(layer, nn.Linear)]):
+    layers = [layer for layer in net if isinstance(layer, nn.Linear)]
+    for layer in layers:
         nn.init.orthogonal_(layer.weight, output_gain if layer is layers[-1] else math.sqrt(2))
         nn.init.zeros_(layer.bias)
     return net
@@ -584,7 +586,7 @@ class Adam(nn.Module):
     For small networks that bookkeeping takes longer than the kernel. Compiled code, which can use neither, takes the
     formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state, the
     learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value. Gradients
-    are handed to `step` and not kept in `.grad`: use `clip`, as `clip_grad_norm_` would do nothing, nor would an
+    are handed to `step` and not kept in `.grad`: use `clip` of ppo.py; `clip_grad_norm_` would do nothing, nor would an
     optimizer of torch.optim. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`. To
     reset it, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers` (of the formula) with 1. Weights
     that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
@@ -679,9 +681,8 @@ def compiled(device: torch.device, *functions, **more_options):
         places = os.path.dirname(torch.__file__), torch._inductor.runtime.cache_dir_utils.cache_dir()
         if spaced := [place for place in places if " " in place]:  # Inductor does not quote it
             fail(f"torch.compile can't use a folder with a space in its name, {spaced[0]}; --no-compile does without")
-    codes = [function.__code__ for function in functions]
-    if len(set(map(id, codes))) < len(codes):
-        fail("two functions of one `def`, or of one decorator, would share compiled code: write each out, undecorated")
+    for f in functions:  # compiled code is found by the code object, which functions of one decorator or `def` share
+        f.__code__ = f.__code__.replace(co_varnames=f.__code__.co_varnames)
     torch._dynamo.config.trace_autograd_ops = True
     torch.compiler.reset()  # an earlier run in this process may have compiled with other settings
     check_adam()
@@ -1005,7 +1006,8 @@ def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> N
     if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
         hint = "`numpy_mlp` leaves out a part of `forward`, such as a number that has changed; `forward` is random, as "
         hint += "with Dropout, looks at a whole batch, or changes its buffers, as with `spectral_norm`; or actions have"
-        fail(f"the policy that acts differs from the one that learns: {hint} another `log_prob`")
+        hint += " another `log_prob`, or are changed after they are drawn"
+        fail(f"the policy that acts differs from the one that learns: {hint}")
 
 
 @torch.no_grad()
@@ -1107,7 +1109,7 @@ def num_cores() -> int:
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
     """The library that makes the environments; SystemExit(2) with similar ids if none knows the id."""
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
-    libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"], []
+    libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"][: 2 - (":" in env_id)], []
     for library in libraries if in_process else reversed(libraries):
         # EnvPool takes half a second to import
         ids = gym.registry if library == "gymnasium" else importlib.import_module("envpool").list_all_envs()
@@ -1985,6 +1987,8 @@ def heard(function, *arguments):
         except SystemExit as end:  # of `fail`, or of an environment
             last = output.getvalue().strip().rpartition("\n")[2]
             raise Refused(last.removeprefix("error: ") if last.startswith("error: ") else repr(end)) from None
+        finally:
+            print(output.getvalue(), end="", file=sys.__stderr__)  # Ray's log of this process
 
 
 class RemoteRunner:
@@ -2056,8 +2060,10 @@ class RayRunners(Runners):
         # How many fragments are requested of a runner at once; how many updates late one may be
         asking = {"batched": (1, 0), "first-ready": (1, 1)}
         self.ahead, self.most_stale = asking.get(getattr(args, "rollout", None), (2, math.inf))
-        # Reference of a report -> index of its runner, reference of its fragment (None while the runner is starting)
+        # Reference of a fragment -> index of its runner, reference of its report (None while the runner is starting)
         self.in_flight, self.pending = {}, [0] * args.num_runners  # how many fragments each still owes
+        # Whether fragments travel here as soon as they are finished; those of others are sent to them by reference
+        self.fetches = args.num_learners == 1 and not getattr(args, "replay_shards", 0)
         self.failures, self.told = [0] * args.num_runners, set()  # consecutive failures; errors already reported
         # Since when each owes a fragment; when the last one arrived; what a runner that starts is sent, as text
         self.since, self.last_news = [math.inf] * args.num_runners, -math.inf
@@ -2104,7 +2110,7 @@ class RayRunners(Runners):
         self.since[index] = self.since[index] if self.pending[index] else time.monotonic()
         while self.weights and self.pending[index] < count:
             report, fragment = self.actors[index].sample.options(num_returns=2).remote(*self.weights)
-            self.in_flight[report] = index, fragment
+            self.in_flight[fragment] = index, report
             self.pending[index] += 1
 
     def known_to_runners(self) -> dict[str, str]:
@@ -2130,7 +2136,8 @@ class RayRunners(Runners):
     def ready(self) -> list:
         """Calls of runners that have finished, oldest request first; waits half a second at most."""
         references, now = list(self.in_flight), time.monotonic()
-        ready, waiting = self.ray.wait(references, num_returns=len(references), timeout=0)
+        how = {"fetch_local": self.fetches}
+        ready, waiting = self.ray.wait(references, num_returns=len(references), timeout=0, **how)
         self.queue.append(len(ready))  # `collect` keeps the first of these
         owing = {self.in_flight[x][0] for x in waiting if self.in_flight[x][1] is not None}
         owing -= {self.in_flight[x][0] for x in ready}
@@ -2140,28 +2147,29 @@ class RayRunners(Runners):
                 references = list(self.in_flight)
         if not ready and time.monotonic() > self.deadline:
             self.stop(f"no runner has done anything for {self.args.fragment_timeout:g} s; {len(self.alive)} are alive")
-        return ready or self.ray.wait(references, num_returns=1, timeout=0.5)[0]
+        return ready or self.ray.wait(references, num_returns=1, timeout=0.5, **how)[0]
 
     def hear(self, reference, found: list | None = None, num_ours: int = 0) -> None:
         """Handle a finished call: admit a runner that has started, or store a fragment and its report.
 
         A fragment takes a free place in `found`. From place `num_ours` on, for other learners, it stays a reference.
         """
-        index, fragment = self.in_flight.pop(reference, (None, None))
+        index, report = self.in_flight.pop(reference, (None, None))
         if index is None:
             return  # the runner has been buried meanwhile
-        self.pending[index] -= fragment is not None
+        is_start = report is None
+        self.pending[index] -= not is_start
         try:
-            news = self.ray.get(reference)
-            is_late = fragment is not None and self.run.num_updates - news["version"] > self.most_stale
-            if fragment is not None and not is_late:
+            news = self.ray.get(reference if is_start else report)
+            is_late = not is_start and self.run.num_updates - news["version"] > self.most_stale
+            if not is_start and not is_late:
                 place = index if not self.most_stale and found[index] is None else found.index(None)
-                found[place] = news, self.ray.get(fragment) if place < num_ours else fragment
+                found[place] = news, self.ray.get(reference) if place < num_ours else reference
         except self.ray.exceptions.RayError as error:
             self.bury(index, error)
             return
         self.deadline = time.monotonic() + self.args.fragment_timeout
-        if fragment is None:
+        if is_start:
             self.admit(index, news)
             return
         self.failures[index], self.since[index] = 0, time.monotonic()
@@ -2170,7 +2178,7 @@ class RayRunners(Runners):
             self.late += 1
             self.note_anyway(news)
         if self.most_stale:
-            self.ask(index, 1)
+            self.ask(index, self.ahead if len(found) > len(self.alive) else 1)  # a batch may take several from each
 
     def collect(self, batch_fragments: int, num_learners: int) -> tuple[tuple, tuple]:
         """Reports and fragments: first those of this learner's batch, then references to those of other learners."""
@@ -2181,7 +2189,7 @@ class RayRunners(Runners):
             self.run.stop_if_asked()
             for reference in self.ready()[: found.count(None)]:
                 self.hear(reference, found, batch_fragments)
-            asked = sum(fragment is not None for _, fragment in self.in_flight.values())
+            asked = sum(report is not None for _, report in self.in_flight.values())
             busy = {index for index, _ in self.in_flight.values()}  # of the others, first those whose own is missing
             idle = sorted(self.alive - busy, key=lambda x: (not self.most_stale and found[x] is not None, x))
             for index in idle[: max(0, found.count(None) - asked)]:
@@ -2199,6 +2207,8 @@ class RayRunners(Runners):
         address = str(error).replace(" ip=", "\tip: ").partition("\tip: ")[2]  # of an exception, or of a death
         host = address.replace(",", "\n").partition("\n")[0]
         if cause is not None and not self.alive and not self.restarts:
+            if type(cause).__name__ != "Refused":
+                say(str(error))  # the traceback
             fail(summary + f"; on {host}" * bool(host and self.args.ray_address))
         # By name, as it comes from another process. A runner that can't start may find its simulator the next time
         if type(cause).__name__ == "Refused" and index in self.alive:
@@ -2209,7 +2219,7 @@ class RayRunners(Runners):
         place = self.places.pop(index, f"not yet up, on {host}" if host else "not yet up")
         death = f"runner {index} ({place}) died: {summary}"
         self.alive.discard(index)
-        self.in_flight = {x: (other, fragment) for x, (other, fragment) in self.in_flight.items() if other != index}
+        self.in_flight = {x: (other, report) for x, (other, report) in self.in_flight.items() if other != index}
         self.ray.kill(self.actors[index])
         self.pending[index] = 0
         self.failures[index] += 1
@@ -2630,6 +2640,10 @@ class Run:
         random.seed(self.args.seed)
         np.random.seed(self.args.seed % 2**32)
         torch.manual_seed(self.args.seed)
+        # What a script sets for the whole process: in a notebook, the next run finds it as this one did
+        self.at_end.callback(torch.set_num_threads, torch.get_num_threads())
+        self.at_end.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        self.at_end.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
 
     def env_seeds(self, num_envs: int) -> list[int]:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""

@@ -15,8 +15,8 @@ numbers below refer to it.
 Its eager twin is `sac_continuous_action.py`; `./run.sh diff` shows what compiling changes.
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = of an action, P = number of parameters.
 
-Settings, except --env-id, are those of CleanRL's script of the same name. Departures from it: an environment resets in
-the step after an episode's end, and this row is neither stored nor counted; there is one update per stored transition,
+Settings, except --env-id, are those of CleanRL's script of the same name. Departures from it: the step after an
+episode's end only resets the environment, and is neither stored nor counted; there is one update per stored transition,
 for any number of environments; products on CUDA are TF32; the log-probability of a squashed action is exact, where
 CleanRL adds 1e-6 inside a logarithm; and the temperature is updated with the same sampled actions as the actor, not
 with fresh ones.
@@ -84,7 +84,7 @@ class Args:
 
     # environment
     env_id: str = "HalfCheetah-v4"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: chosen by the rule in docs/ppo.md
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: mostly EnvPool's for several (docs/ppo.md)
     sync_envs: bool = False  # step all environments in this process, in turn: best where a step takes microseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps in the whole run
@@ -112,7 +112,7 @@ class Args:
     cudagraphs: bool = True  # on CUDA, replay the kernels of an update, or of acting, as one graph, in one launch
 
 
-METRICS = (  # in the order in which `update_both` stacks them: the critics', then the actor's
+METRICS = (  # in the order in which `update_both` stacks them: the critics', the actor's, the temperature's
     "losses/qf1_values", "losses/qf2_values", "losses/qf1_loss", "losses/qf2_loss", "losses/qf_loss",
     "losses/actor_loss", "losses/alpha", "losses/alpha_loss",
 )  # fmt: skip
@@ -130,7 +130,8 @@ class RoundedLinear(nn.Linear):
     """A linear layer that multiplies in bfloat16: (B, inputs) -> (B, outputs), both float32, as its weights are."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x.bfloat16(), self.weight.bfloat16(), self.bias.bfloat16()).to(x.dtype)
+        weight, bias = self.weight.bfloat16(), None if self.bias is None else self.bias.bfloat16()
+        return nn.functional.linear(x.bfloat16(), weight, bias).to(x.dtype)
 
 
 class Actor(nn.Module):
@@ -143,8 +144,8 @@ class Actor(nn.Module):
         self.register_buffer("scale", (high - low) / 2)
         hidden = RoundedLinear if bf16 else nn.Linear
         self.net = nn.Sequential(
-            nn.Linear(obs_dim, 256), nn.ReLU(inplace=True),
-            hidden(256, 256), nn.ReLU(inplace=True),
+            nn.Linear(obs_dim, 256), nn.ReLU(),
+            hidden(256, 256), nn.ReLU(),
             nn.Linear(256, 2 * len(low)),
         )  # fmt: skip
 
@@ -162,7 +163,7 @@ class Actor(nn.Module):
 
 
 def squashed_log_prob(x: Tensor, noise: Tensor, log_std: Tensor, scale: Tensor) -> Tensor:
-    """Log-density of scale * tanh(x), x = mean + exp(log_std) * noise: (B, A), but scale (A,) -> (B,). Equation (26).
+    """Log-density of scale * tanh(x), x = mean + exp(log_std) * noise: all (B, A), scale (A,) -> (B,); equation (26).
 
     log(1 - tanh(x)^2) is written as 2 (log 2 - x - softplus(-2 x)), which is finite and exact for any x.
     """
@@ -178,8 +179,8 @@ class Critic(nn.Module):
         super().__init__()
         hidden = RoundedLinear if bf16 else nn.Linear
         self.net = nn.Sequential(
-            nn.Linear(obs_dim + action_dim, 256), nn.ReLU(inplace=True),
-            hidden(256, 256), nn.ReLU(inplace=True),
+            nn.Linear(obs_dim + action_dim, 256), nn.ReLU(),
+            hidden(256, 256), nn.ReLU(),
             nn.Linear(256, 1),
         )  # fmt: skip
 
@@ -213,7 +214,7 @@ def train(args: Args) -> Path:
 
     envs = Envs(args, run.env_seeds(args.num_envs))
     low, high = bounded_actions(envs.action_space)
-    action_dim = len(low)
+    action_dim, target_entropy = len(low), -len(low)
     actor = Actor(envs.obs_dim, envs.action_space, args.bf16).to(device)
     refuse_batch_norm(actor)
     critics = nn.ModuleList(Critic(envs.obs_dim, action_dim, args.bf16) for _ in range(2)).to(device)
@@ -247,7 +248,7 @@ def train(args: Args) -> Path:
         return actor.sample(inputs[:, :-action_dim], inputs[:, -action_dim:])[0]
 
     def step_critics() -> tuple[Tensor, ...]:
-        """One step on the soft Bellman error of both critics, (5) without its 1/2 -> the batch's obs, 5 metrics."""
+        """One step down both critics' losses, equation (5) without its 1/2 -> observations of the batch, 5 metrics."""
         obs, action, reward, next_obs, terminated = buffer.sample(args.batch_size)
         with torch.no_grad():
             next_action, next_log_prob = actor.sample(next_obs)
@@ -267,16 +268,16 @@ def train(args: Args) -> Path:
         actor_optimizer.step(torch.autograd.grad(actor_loss, actor_optimizer.weights))
         alpha, alpha_loss = temperature(), torch.zeros_like(actor_loss)
         if args.autotune:
-            alpha_loss = (alpha * (action_dim - log_prob.detach())).mean()  # entropy minus its target, which is -A
+            alpha_loss = (alpha * (-log_prob.detach() - target_entropy)).mean()
             alpha_optimizer.step(torch.autograd.grad(alpha_loss, alpha_optimizer.weights))
         return actor_loss.detach(), alpha.detach(), alpha_loss.detach()
 
     def update_critics() -> None:
-        """The critics' step alone."""
+        """What the loop calls if only the critics learn; the twin makes it one CUDA graph."""
         step_critics()
 
     def update_both() -> Tensor:
-        """The critics' step, then `policy_frequency` steps of the actor on the same observations -> `METRICS`."""
+        """The critics' step, then `policy_frequency` steps of the actor, same observations -> values of `METRICS`."""
         obs, *critic_metrics = step_critics()
         for _ in range(args.policy_frequency):
             actor_metrics = step_actor(obs)
@@ -292,13 +293,13 @@ def train(args: Args) -> Path:
     # compile: compiled code and graphs keep the numbers they read. If one changes, the run ends, with --no-compile too
     act, update_critics, update_both = map(refuse_changes, (act, update_critics, update_both))
 
+    first_update = args.learning_starts + (0 if args.save_replay else run.step)  # refill an unsaved replay first
     run.open(
         envs, actor=actor, critics=critics, target_critics=target_critics, temperature=temperature,
         actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer, alpha_optimizer=alpha_optimizer,
         **({"buffer": buffer} if args.save_replay else {}),
     )  # fmt: skip
     losses, statistics, courier = None, EpisodeStatistics(args.num_envs), Courier(act, action_dim, device)
-    first_update = args.learning_starts + (0 if args.save_replay else run.step)  # refill an unsaved replay first
     obs, done = envs.reset(), np.zeros(args.num_envs, dtype=bool)
     while run.goes_on():
         # Act, at random until learning starts
@@ -324,7 +325,7 @@ def train(args: Args) -> Path:
         # Learn
         for _ in range(num_due):
             run.num_updates += 1
-            if run.num_updates % args.policy_frequency == 0:  # if this changes, so must when `courier.ask` is called
+            if run.num_updates % args.policy_frequency == 0:  # `courier.ask`, above, relies on this
                 losses = update_both()
             else:
                 update_critics()
@@ -505,7 +506,7 @@ class Adam(nn.Module):
     For small networks that bookkeeping takes longer than the kernel. Compiled code, which can use neither, takes the
     formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state, the
     learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value. Gradients
-    are handed to `step` and not kept in `.grad`: use `clip`, as `clip_grad_norm_` would do nothing, nor would an
+    are handed to `step` and not kept in `.grad`: use `clip` of ppo.py; `clip_grad_norm_` would do nothing, nor would an
     optimizer of torch.optim. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`. To
     reset it, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers` (of the formula) with 1. Weights
     that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
@@ -600,9 +601,8 @@ def compiled(device: torch.device, *functions, **more_options):
         places = os.path.dirname(torch.__file__), torch._inductor.runtime.cache_dir_utils.cache_dir()
         if spaced := [place for place in places if " " in place]:  # Inductor does not quote it
             fail(f"torch.compile can't use a folder with a space in its name, {spaced[0]}; --no-compile does without")
-    codes = [function.__code__ for function in functions]
-    if len(set(map(id, codes))) < len(codes):
-        fail("two functions of one `def`, or of one decorator, would share compiled code: write each out, undecorated")
+    for f in functions:  # compiled code is found by the code object, which functions of one decorator or `def` share
+        f.__code__ = f.__code__.replace(co_varnames=f.__code__.co_varnames)
     torch._dynamo.config.trace_autograd_ops = True
     torch.compiler.reset()  # an earlier run in this process may have compiled with other settings
     check_adam()
@@ -979,7 +979,7 @@ def num_cores() -> int:
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
     """The library that makes the environments; SystemExit(2) with similar ids if none knows the id."""
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
-    libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"], []
+    libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"][: 2 - (":" in env_id)], []
     for library in libraries if in_process else reversed(libraries):
         # EnvPool takes half a second to import
         ids = gym.registry if library == "gymnasium" else importlib.import_module("envpool").list_all_envs()
@@ -1642,6 +1642,10 @@ class Run:
         random.seed(self.args.seed)
         np.random.seed(self.args.seed % 2**32)
         torch.manual_seed(self.args.seed)
+        # What a script sets for the whole process: in a notebook, the next run finds it as this one did
+        self.at_end.callback(torch.set_num_threads, torch.get_num_threads())
+        self.at_end.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        self.at_end.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
 
     def env_seeds(self, num_envs: int) -> list[int]:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""

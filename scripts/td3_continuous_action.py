@@ -15,8 +15,8 @@ https://arxiv.org/abs/1802.09477; this is its algorithm 1.
 Its compiled twin is `td3_continuous_action_torchcompile.py`; `./run.sh diff` shows what compiling changes.
 Shapes: N = num_envs, B = batch_size, O = size of an observation, A = of an action, P = number of parameters.
 
-Settings, except --env-id, are those of CleanRL's script of the same name. Departures from it: an environment resets in
-the step after an episode's end, and this row is neither stored nor counted; there is one update per stored transition,
+Settings, except --env-id, are those of CleanRL's script of the same name. Departures from it: the step after an
+episode's end only resets the environment, and is neither stored nor counted; there is one update per stored transition,
 for any number of environments; products on CUDA are TF32; the target action is clipped to the bounds of each dimension,
 not to those of the first.
 
@@ -80,7 +80,7 @@ class Args:
 
     # environment
     env_id: str = "HalfCheetah-v4"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: chosen by the rule in docs/ppo.md
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: mostly EnvPool's for several (docs/ppo.md)
     sync_envs: bool = False  # step all environments in this process, in turn: best where a step takes microseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps in the whole run
@@ -120,7 +120,8 @@ class RoundedLinear(nn.Linear):
     """A linear layer that multiplies in bfloat16: (B, inputs) -> (B, outputs), both float32, as its weights are."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x.bfloat16(), self.weight.bfloat16(), self.bias.bfloat16()).to(x.dtype)
+        weight, bias = self.weight.bfloat16(), None if self.bias is None else self.bias.bfloat16()
+        return nn.functional.linear(x.bfloat16(), weight, bias).to(x.dtype)
 
 
 class Actor(nn.Module):
@@ -133,8 +134,8 @@ class Actor(nn.Module):
         self.register_buffer("scale", (high - low) / 2)
         hidden = RoundedLinear if bf16 else nn.Linear
         self.net = nn.Sequential(
-            nn.Linear(obs_dim, 256), nn.ReLU(inplace=True),
-            hidden(256, 256), nn.ReLU(inplace=True),
+            nn.Linear(obs_dim, 256), nn.ReLU(),
+            hidden(256, 256), nn.ReLU(),
             nn.Linear(256, len(low)),
         )  # fmt: skip
 
@@ -142,7 +143,7 @@ class Actor(nn.Module):
         return self.center + self.scale * self.net(obs).tanh()
 
     def noisy(self, obs: Tensor, std: float, clip: float = math.inf, noise: Tensor | None = None) -> Tensor:
-        """Action (B, A), within its bounds, plus normal noise: `std` and `clip` are in units of half its range."""
+        """Action (B, A) plus normal noise, within its bounds; `std` and the noise's `clip` are in half ranges."""
         noise = torch.randn(len(obs), len(self.scale), device=obs.device) if noise is None else noise
         action = self(obs) + self.scale * (std * noise).clamp(-clip, clip)
         return torch.clamp(action, self.center - self.scale, self.center + self.scale)
@@ -155,8 +156,8 @@ class Critic(nn.Module):
         super().__init__()
         hidden = RoundedLinear if bf16 else nn.Linear
         self.net = nn.Sequential(
-            nn.Linear(obs_dim + action_dim, 256), nn.ReLU(inplace=True),
-            hidden(256, 256), nn.ReLU(inplace=True),
+            nn.Linear(obs_dim + action_dim, 256), nn.ReLU(),
+            hidden(256, 256), nn.ReLU(),
             nn.Linear(256, 1),
         )  # fmt: skip
 
@@ -190,7 +191,7 @@ def train(args: Args) -> Path:
     weights = [*actor.parameters(), *critics.parameters()]
     target_weights = [*target_actor.parameters(), *target_critics.parameters()]
     target_buffers = *target_actor.buffers(), *target_critics.buffers()
-    layer_buffers = [*zip(target_buffers, (*actor.buffers(), *critics.buffers()), strict=True)]
+    layer_buffers = [*zip(target_buffers, (*actor.buffers(), *critics.buffers()), strict=True)]  # BatchNorm's, say
     actor_optimizer, critic_optimizer = Adam(actor, args.learning_rate), Adam(critics, args.learning_rate)
     buffer = ReplayBuffer(args.buffer_size, envs.obs_dim, action_dim, device)
 
@@ -200,7 +201,7 @@ def train(args: Args) -> Path:
         return actor.noisy(inputs[:, :-action_dim], args.exploration_noise, noise=inputs[:, -action_dim:])
 
     def step_critics() -> tuple[Tensor, ...]:
-        """One step on the squared Bellman error of both critics -> the batch's observations, 5 metrics."""
+        """One step down both critics' losses, squared TD errors -> observations of the batch, 5 metrics."""
         obs, action, reward, next_obs, terminated = buffer.sample(args.batch_size)
         with torch.no_grad():
             next_action = target_actor.noisy(next_obs, args.policy_noise, args.noise_clip)
@@ -212,28 +213,28 @@ def train(args: Args) -> Path:
         return obs, *q.detach().mean(1), *critic_losses.detach(), critic_losses.detach().mean()
 
     def step_actor(obs: Tensor) -> Tensor:
-        """One ascent step on the first critic's value of the actor's actions; all targets then follow the networks."""
+        """One step up the first critic's value of the actor's actions; then all targets move towards their networks."""
         actor_loss = -q_values(critics[:1], obs, actor(obs)).mean()
         actor_optimizer.step(torch.autograd.grad(actor_loss, actor_optimizer.weights))
         move_towards(target_weights, weights, args.tau, layer_buffers)
         return actor_loss.detach()
 
     def update_critics() -> None:
-        """The critics' step alone."""
+        """What the loop calls if only the critics learn; the twin makes it one CUDA graph."""
         step_critics()
 
     def update_both() -> Tensor:
-        """The critics' step, then the delayed one of actor and targets, on the same observations -> `METRICS`."""
+        """The critics' step, then the delayed one of actor and targets, same observations -> values of `METRICS`."""
         obs, *critic_metrics = step_critics()
         return torch.stack([*critic_metrics, step_actor(obs)])
 
+    first_update = args.learning_starts + (0 if args.save_replay else run.step)  # refill an unsaved replay first
     run.open(
         envs, actor=actor, critics=critics, target_actor=target_actor, target_critics=target_critics,
         actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer,
         **({"buffer": buffer} if args.save_replay else {}),
     )  # fmt: skip
     losses, statistics, courier = None, EpisodeStatistics(args.num_envs), Courier(act, action_dim, device)
-    first_update = args.learning_starts + (0 if args.save_replay else run.step)  # refill an unsaved replay first
     obs, done = envs.reset(), np.zeros(args.num_envs, dtype=bool)
     while run.goes_on():
         # Act, at random until learning starts
@@ -259,7 +260,7 @@ def train(args: Args) -> Path:
         # Learn
         for _ in range(num_due):
             run.num_updates += 1
-            if run.num_updates % args.policy_frequency == 0:  # if this changes, so must when `courier.ask` is called
+            if run.num_updates % args.policy_frequency == 0:  # `courier.ask`, above, relies on this
                 losses = update_both()
             else:
                 update_critics()
@@ -434,7 +435,7 @@ class Adam(nn.Module):
     For small networks that bookkeeping takes longer than the kernel. Compiled code, which can use neither, takes the
     formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state, the
     learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value. Gradients
-    are handed to `step` and not kept in `.grad`: use `clip`, as `clip_grad_norm_` would do nothing, nor would an
+    are handed to `step` and not kept in `.grad`: use `clip` of ppo.py; `clip_grad_norm_` would do nothing, nor would an
     optimizer of torch.optim. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`. To
     reset it, fill in place: `exp_avg`, `exp_avg_sq` and `steps` with 0, `beta_powers` (of the formula) with 1. Weights
     that were frozen by `requires_grad_(False)` before this Adam was made are left out, and must stay frozen.
@@ -537,7 +538,7 @@ def num_cores() -> int:
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
     """The library that makes the environments; SystemExit(2) with similar ids if none knows the id."""
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
-    libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"], []
+    libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"][: 2 - (":" in env_id)], []
     for library in libraries if in_process else reversed(libraries):
         # EnvPool takes half a second to import
         ids = gym.registry if library == "gymnasium" else importlib.import_module("envpool").list_all_envs()
@@ -1200,6 +1201,10 @@ class Run:
         random.seed(self.args.seed)
         np.random.seed(self.args.seed % 2**32)
         torch.manual_seed(self.args.seed)
+        # What a script sets for the whole process: in a notebook, the next run finds it as this one did
+        self.at_end.callback(torch.set_num_threads, torch.get_num_threads())
+        self.at_end.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        self.at_end.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
 
     def env_seeds(self, num_envs: int) -> list[int]:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""

@@ -57,7 +57,7 @@ def test_command(monkeypatch, tmp_path, capsys):
     first, second = (line for line in text.splitlines() if line.startswith("| HalfCheetah") and "| 16 |" not in line)
     assert first.endswith("| - | - | - | in the process | 0.80 [0.80, 0.80] |")
     assert second.endswith("| EnvPool | 1.25 [1.25, 1.25] |")
-    assert "In 2 of 3 rows the default has at least 95% of the speed of the best other way, in 2 of them" in text
+    assert "In 2 of 3 rows the default has at least 95% of the speed of the best other way. In 2 the" in text
 
 
 def test_ways_that_fail_are_shown(monkeypatch, tmp_path):
@@ -129,10 +129,8 @@ def test_a_verdict_tells_what_is_sure(monkeypatch):
     found = [x and {"ratio": x[0], "interval": x[1]} for x in shares]
     monkeypatch.setattr(backends, "to_best_other", lambda row: found[row])
     text = backends.verdict([{"rows": range(5)}])
-    assert text.startswith(
-        "In 2 of 4 rows the default has at least 95% of the speed of the best other way, in 1 of them"
-    )
-    assert text.endswith("in 1 the whole interval is below that.")
+    assert text.startswith("In 2 of 4 rows the default has at least 95% of the speed of the best other way. In 1 the")
+    assert "lies above 95%, in 1 below" in text
 
 
 def test_a_row_with_a_single_way_has_no_ratio():

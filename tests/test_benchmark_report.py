@@ -126,21 +126,21 @@ def test_settings_of_one_script_are_compared_too(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("interval", "seeds", "steps", "expected"),
+    ("scores", "steps", "expected"),
     [
-        ([497, 499], 5, 500_000, "above"),
-        ([495, 499], 5, 500_000, "no difference seen"),  # 490.04 +- 6.12
-        ([484, 496], 5, 499_000, "no difference seen"),
-        ([480, 483], 5, 500_000, "below"),
-        ([497, 499], 4, 500_000, "too few seeds"),
-        ([497, 499], 5, 100_000, "not comparable: 500,000 steps"),
-        ([497, 499], 5, 1_000_000, "not comparable: 500,000 steps"),
+        ([510, 511, 512, 513, 514], 500_000, "above"),
+        ([500, 500, 500, 500, 405], 500_000, "no difference seen"),  # CleanRL: 490.04 +- 6.12 of three
+        ([480, 484, 490, 496, 499], 499_000, "no difference seen"),
+        ([466, 467, 468, 469, 470], 500_000, "below"),
+        ([510, 511, 512, 513], 500_000, "too few seeds"),
+        ([510, 511, 512, 513, 514], 100_000, "not comparable: 500,000 steps"),
+        ([510, 511, 512, 513, 514], 1_000_000, "not comparable: 500,000 steps"),
     ],
 )
-def test_a_verdict_compares_intervals(interval, seeds, steps, expected):
+def test_a_verdict_compares_means(scores, steps, expected):
     published = report.published_score(report.read_reference()["ppo", "CartPole-v1"])
     assert published["mean"] == 490.04 and published["seeds"] == 3
-    row = {"interval": interval, "seeds": list(range(seeds)), "steps": steps, "published": published}
+    row = {"scores": scores, "seeds": list(range(len(scores))), "steps": steps, "published": published}
     assert report.verdict(row) == expected
 
 

@@ -147,7 +147,7 @@ def test_what_the_device_does_is_shown(tmp_path):
     with mock.patch.object(throughput.device_use, "draw", wraps=throughput.device_use.draw) as draw:
         text = throughput.write_summary(tmp_path)
     assert list(draw.call_args.args[0]) == ["dqn", "dqn --num-envs 4"]
-    assert "SB3 differs: one thing.\n" in text
+    assert "SB3 differs: one thing; changed to compute what ours does" in text
     assert "| `dqn` | eager | 25% | 40% | 100.0 | 30.50 | 2.00 | 0.50 | 3.00 |" in text
     assert "failed: crash" in text and (tmp_path / "device_use.png").stat().st_size > 1000
 

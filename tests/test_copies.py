@@ -1119,6 +1119,36 @@ def test_masked_logits_do_not_hide_that_the_others_differ(least, capsys):
         assert "the policy that acts differs" in capsys.readouterr().err
 
 
+CHANGED_DRAWS = [
+    ("ppo", "policy(obs[t]) + gumbel[t]", "policy(obs[t]) / 5 + gumbel[t]"),
+    ("ppo", "policy(obs[t]) + gumbel[t]", "policy(obs[t] / 255) + gumbel[t]"),
+    ("ppo", "policy(obs[t]) + gumbel[t]", "policy(obs[t]) + [[0, 0, -1e8]] + gumbel[t]"),
+    ("ppo_continuous_action", "policy(obs[t]) + noise[t]", "policy(obs[t]) + 0.5 * noise[t]"),
+    ("ppo_continuous_action", "policy(obs[t]) + noise[t]", "policy(obs[t] / 255) + noise[t]"),
+    ("ppo_continuous_action", "policy(obs[t]) + noise[t]", "(policy(obs[t]) + noise[t]).clip(-0.01, 0.01)"),
+]
+
+
+@pytest.mark.parametrize("twin", ["", "_torchcompile"])
+@pytest.mark.parametrize(("name", "old", "new"), CHANGED_DRAWS)
+def test_a_change_of_how_actions_are_drawn_that_learning_does_not_know_is_refused(
+    copy, train_copy, capsys, name, old, new, twin
+):
+    """Learning computes the log-probabilities again, so it would take them for on-policy."""
+    layers = ("output_gain=0.01", "output_gain=3.0")  # else the logits of a new network are all about zero
+    settings = {"compile": False} if twin else {}
+    with pytest.raises(SystemExit) as end:
+        train_copy(copy(name + twin, (old, new), layers), name, **settings)
+    assert end.value.code == 2 and "or are changed after they are drawn" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_continuous_action"])
+def test_batch_norm_in_the_critic_of_ppo_works(copy, train_copy, name):
+    """Its statistics are of what it learns from: to act, or to look at the standard deviation, changes nothing."""
+    change = ("self.critic = mlp(obs_dim, 1,", "self.critic = nn.Sequential(nn.BatchNorm1d(obs_dim)) + mlp(obs_dim, 1,")
+    assert len(train_copy(copy(name, change), name)) > 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("twin", ["", "_torchcompile"])
 def test_noise_that_falls_to_zero_works_as_the_page_says(copy, train_copy, twin):
@@ -1341,13 +1371,14 @@ def test_an_object_that_holds_a_module_is_read_itself(copy, train_copy, capsys):
     assert end.value.code == 2 and "`holder.decay` was 0." in capsys.readouterr().err
 
 
-def test_functions_of_one_factory_are_not_compiled_together(capsys):
-    """Their code is one object, by which compiled code is found again."""
-    script = load("ppo_torchcompile")
+@pytest.mark.slow
+def test_functions_of_one_factory_or_decorator_are_compiled_apart():
+    """Their code is one object, by which compiled code is found again: each gets a copy of it, in one call or two."""
+    script, x = load("ppo_torchcompile"), torch.ones(3)
     functions = [(lambda x, factor=factor: factor * x) for factor in (1, 2)]
-    with pytest.raises(SystemExit, match="2"):
-        script.compiled(torch.device("cpu"), *functions)
-    assert "would share compiled code" in capsys.readouterr().err
+    functions += [torch.no_grad()(lambda x, factor=factor: factor * x) for factor in (3, 4)]
+    made = [*script.compiled(torch.device("cpu"), *functions[:3]), *script.compiled(torch.device("cpu"), functions[3])]
+    assert [float(function(x)[0]) for function in made] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("name", ["sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile"])
@@ -1380,7 +1411,7 @@ def test_an_adam_with_nothing_to_learn_is_refused(capsys, module):
 
 @pytest.mark.parametrize("name", ["sac_continuous_action", "td3_continuous_action"])
 def test_batch_norm_in_the_actor_is_refused(copy, train_copy, capsys, name):
-    layers = "            nn.Linear(obs_dim, 256), nn.ReLU(inplace=True),\n"
+    layers = "            nn.Linear(obs_dim, 256), nn.ReLU(),\n"
     change = layers, layers.replace("256),", "256), nn.BatchNorm1d(256),")
     with pytest.raises(SystemExit) as end:
         train_copy(copy(name, change), name)

@@ -249,9 +249,13 @@ def test_learning_rate_falls_to_zero_if_asked(train):
 
 
 def test_learns_from_all_fragments_of_a_batch(train, monkeypatch):
-    sizes = []
-    learn = SCRIPT.learn_in_stretches
-    monkeypatch.setattr(SCRIPT, "learn_in_stretches", lambda *x: (sizes.append(len(x[-1])), learn(*x))[1])
+    sizes, make_learner = [], SCRIPT.make_learner
+
+    def make(*arguments):
+        *parts, learn = make_learner(*arguments)
+        return *parts, lambda fragments: (sizes.append(len(fragments)), learn(fragments))[1]
+
+    monkeypatch.setattr(SCRIPT, "make_learner", make)
     train(batch_fragments=3)
     assert set(sizes) == {3}
 

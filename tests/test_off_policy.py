@@ -8,6 +8,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import gymnasium as gym
+import helpers
 import numpy as np
 import pytest
 import tiny_envs
@@ -690,6 +691,36 @@ def test_first_actions_are_uniform_within_the_bounds(train, name):
     assert len(share) == count and (np.abs(share.mean(0) - 0.5) < 4 / np.sqrt(12 * count)).all()
     for part in np.arange(1, 5) / 5:
         assert (np.abs((share < part).mean(0) - part) < 4 * np.sqrt(0.25 / count)).all()
+
+
+@pytest.mark.parametrize("name", ["dqn", "sac_continuous_action_torchcompile", "td3_continuous_action"])
+def test_a_process_gets_back_what_a_run_has_set_for_all_of_it(tmp_path, name):
+    """In a notebook, the next run computes as if it were the first; SAC takes as many threads as it was given."""
+
+    def found() -> tuple:
+        return torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+
+    before = found()
+    try:
+        torch.set_num_threads(2)
+        torch.set_float32_matmul_precision("medium")
+        torch.backends.cudnn.allow_tf32 = False
+        overrides = {} if name == "dqn" else {"matmul_precision": "high"}
+        overrides |= {"compile": False} if "torchcompile" in name else {}
+        settings = helpers.settings_of(name.removesuffix("_torchcompile"), overrides)
+        load(name).train(load(name).Args(**settings, device="cpu", tensorboard=False, run_dir=str(tmp_path / "run")))
+        assert found() == (2, "medium", False)
+    finally:
+        torch.set_num_threads(before[0])
+        torch.set_float32_matmul_precision(before[1])
+        torch.backends.cudnn.allow_tf32 = before[2]
+
+
+def test_a_rounded_layer_needs_no_bias():
+    """As before a LayerNorm."""
+    script, x = load("sac_continuous_action"), torch.randn(4, 8)
+    layer = script.RoundedLinear(8, 3, bias=False)
+    assert torch.allclose(layer(x), x @ layer.weight.T, atol=0.05) and layer(x).dtype == torch.float32
 
 
 @pytest.mark.parametrize(("asked", "threads"), [("", 3), ("1", 1), ("9", 3), ("2,1", 2)])

@@ -144,12 +144,13 @@ def test_a_fragment_that_comes_too_late_counts_but_for_its_steps(name):
     runners.args, runners.most_stale, runners.late = script.Args(num_runners=1), 1, 0
     runners.seconds, runners.infos, runners.staleness = Counter(), defaultdict(list), []
     runners.failures, runners.since, runners.ask, runners.pending = [0], [0.0], mock.Mock(), [2]
+    runners.alive, runners.ahead = {0}, 1
     runners.ray = SimpleNamespace(get=lambda x: x, exceptions=SimpleNamespace(RayError=RuntimeError))
     for version, found in ((4, [None]), (3, [None])):
         report = {"version": version, "steps": 8, "episodes": [(1.0, 8)], "seconds": {"acting": 2.0}}
         runners.ray.get = lambda _, report=report: report | {"infos": {"is_success": [1.0]}}
-        runners.in_flight = {"report": (0, "fragment")}
-        runners.hear("report", found, 0)
+        runners.in_flight = {"fragment": (0, "report")}
+        runners.hear("fragment", found, 0)
         for news, _ in filter(None, found):
             runners.note(news)
         assert runners.run.step == 108 and runners.staleness == [1]  # only the first is learnt from
@@ -190,7 +191,7 @@ def test_each_runner_is_asked_for_no_more_than_it_may_owe(name):
         reference = list(runners.in_flight)[rng.integers(len(runners.in_flight))]
         runners.ray.get.side_effect = [RuntimeError("it died")] if rng.random() < 0.1 else [news, "fragment"]
         runners.hear(reference, [None] * 4, 4)
-        owed = Counter(index for index, fragment in runners.in_flight.values() if fragment is not None)
+        owed = Counter(index for index, report in runners.in_flight.values() if report is not None)
         assert runners.pending == [owed[index] for index in range(4)] and max(runners.pending) <= 2
         assert all(runners.pending[index] for index in runners.alive)
     assert runners.restarts > 10
@@ -317,7 +318,8 @@ def test_the_machine_of_a_runner_that_cannot_start_is_named(name, capsys):
     runners.alive, runners.restarts = set(), 0
     with pytest.raises(SystemExit):
         runners.bury(0, error)
-    assert "error: OSError: no licence; on 10.0.0.8\n" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "error: OSError: no licence; on 10.0.0.8\n" in told and "repr=...)\nOSError: no licence" in told
 
 
 @pytest.mark.parametrize("name", RAY)
@@ -340,10 +342,11 @@ def test_a_run_whose_runners_are_all_silent_ends(name, monkeypatch):
     runners = object.__new__(script.RayRunners)
     runners.args, runners.in_flight = script.Args(fragment_timeout=5.0), {"a": (0, "x")}
     runners.since, runners.last_news, runners.alive, runners.queue, runners.deadline = [0.0], -np.inf, {0}, [], 105.0
-    runners.ray, runners.stop = mock.Mock(), mock.Mock(side_effect=SystemExit)
+    runners.ray, runners.stop, runners.fetches = mock.Mock(), mock.Mock(side_effect=SystemExit), True
     runners.ray.wait.side_effect = lambda references, **_: ([], references)
     monkeypatch.setattr(script, "time", SimpleNamespace(monotonic=lambda: now[0]))
     assert runners.ready() == [] and not runners.stop.called
+    assert all(call.kwargs["fetch_local"] for call in runners.ray.wait.call_args_list)
     now[0] = 106.0
     with pytest.raises(SystemExit):
         runners.ready()
@@ -531,8 +534,11 @@ def test_other_learners_get_what_the_loop_changes_and_fragments_of_their_own(nam
     assert learner.optimizer.ent_coef is first and learner.optimizer.training
 
 
-def test_what_ends_a_call_in_another_process_is_told():
-    """A message of `fail`, whatever was printed before; and an environment's `sys.exit`, which prints nothing."""
+def test_what_ends_a_call_in_another_process_is_told(capfd):
+    """A message of `fail`, whatever was printed before; and an environment's `sys.exit`, which prints nothing.
+
+    What is printed goes into the process's log, as it does if the call returns.
+    """
     script = load("ppo_ray")
 
     def refuse(*_):
@@ -543,6 +549,22 @@ def test_what_ends_a_call_in_another_process_is_told():
         with pytest.raises(script.Refused) as error:
             script.heard(function, "a licence is missing")
         assert str(error.value) == message
+    assert script.heard(lambda x: print("MuJoCo warns", file=sys.stderr) or x, 3) == 3
+    assert capfd.readouterr().err == "a warning\nerror: there is no compiler\nMuJoCo warns\n"
+
+
+def test_a_runner_is_asked_for_as_many_fragments_as_a_batch_may_take_from_it():
+    """Of three fragments a batch and two runners, another one before the learner comes; else a runner would idle."""
+    script = load("impala_ray")
+    runners = object.__new__(script.RayRunners)
+    runners.run, runners.most_stale, runners.late, runners.ahead = SimpleNamespace(num_updates=0), np.inf, 0, 2
+    runners.args, runners.alive, runners.ask, runners.pending = script.Args(), {0, 1}, mock.Mock(), [2, 2]
+    runners.failures, runners.since = [0, 0], [0.0, 0.0]
+    runners.ray = SimpleNamespace(get=lambda _: {"version": 0}, exceptions=SimpleNamespace(RayError=RuntimeError))
+    for count, asked in ((1, 1), (2, 1), (3, 2)):
+        runners.in_flight = {"fragment": (1, "report")}
+        runners.hear("fragment", [None] * count, count)
+        runners.ask.assert_called_with(1, asked)
 
 
 # Environments

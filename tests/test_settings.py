@@ -114,8 +114,11 @@ def test_adam_has_the_eps_of_its_script(train, monkeypatch, name):
 def test_a_float_may_be_0_written_as_an_integer(capsys):
     """As a default in a copy, or from Python; a setting that is an integer must be at least 1."""
     script = load("ppo")
-    script.validate(script.Args(ent_coef=0, max_grad_norm=0, device="cpu"))
+    script.validate(script.Args(ent_coef=0, vf_coef=0, device="cpu"))
     for setting in ("num_envs", "num_steps", "checkpoint_every"):
         with pytest.raises(SystemExit):
             script.validate(script.Args(**{setting: 0}))
         assert f"--{setting.replace('_', '-')} must be at least 1, not 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        script.validate(script.Args(max_grad_norm=0))  # all gradients would be 0
+    assert "--max-grad-norm must be at least 1e-09, not 0" in capsys.readouterr().err

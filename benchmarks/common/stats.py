@@ -55,14 +55,33 @@ def difference_of_iqms(strata: Sequence[np.ndarray]) -> np.ndarray:
     return iqm(second) - iqm(first)
 
 
+def student_factor(freedom: float) -> float:
+    """97.5 % point of Student's t distribution for so many degrees of freedom, rounded down; 1 at least."""
+    whole = max(1, int(freedom))
+    return STUDENT[whole - 1] if whole <= len(STUDENT) else 1.96 + 2.5 / whole  # off by less than 0.02
+
+
 def student_interval(values: Sequence[float]) -> list[float] | None:
     """Ends of the 95 % interval of the mean of independent, about normal values; None if there are fewer than two."""
     values, freedom = np.asarray(values, dtype=float), len(values) - 1
     if freedom < 1:
         return None
-    factor = STUDENT[freedom - 1] if freedom <= len(STUDENT) else 1.96 + 2.5 / freedom  # off by less than 0.02
-    half = factor * values.std(ddof=1) / len(values) ** 0.5
+    half = student_factor(freedom) * values.std(ddof=1) / len(values) ** 0.5
     return [float(values.mean() - half), float(values.mean() + half)]
+
+
+def welch_interval(values: Sequence[float], mean: float, std: float, count: int) -> list[float]:
+    """Ends of the 95 % interval by which the mean of values exceeds that of `count` others, by Welch's method.
+
+    Of the others only their mean and their standard deviation are known, without the correction for small samples.
+    """
+    values, difference = np.asarray(values, dtype=float), float(np.mean(values) - mean)
+    own, other = values.var(ddof=1) / len(values), std**2 / (count - 1)  # variances of the two means
+    if own + other == 0:
+        return [difference, difference]
+    freedom = (own + other) ** 2 / (own**2 / (len(values) - 1) + other**2 / (count - 1))
+    half = student_factor(freedom) * (own + other) ** 0.5
+    return [difference - half, difference + half]
 
 
 def ratio_of_rounds(numerator: Sequence[float], denominator: Sequence[float]) -> tuple[float, list[float] | None]:

@@ -40,10 +40,10 @@ SHARES = (0.1, 0.25, 0.5, 1.0)  # shares of the longest run at which scripts on 
 EAGER, COMPILED = ("eager", "lean"), ("compile", "compile+cudagraphs", "cudagraphs")
 INTRODUCTION = f"""
 The return of a run is the mean training return of its last {runs.LAST_EPISODES} episodes. IQM: interquartile mean over
-the seeds, with its 95 % bootstrap interval if there are {MIN_SEEDS} seeds or more. Verdict: whether that interval lies
-above or below CleanRL's mean ± standard deviation, if the budget is the same. Steps/s: median over the second half of a
-run; rows of other hours, or beside other work, are not to be compared by it: `./run.sh throughput` does that. Minutes
-and seconds: from the first step on, compiling included, imports and the start of Ray not.
+the seeds, with its 95 % bootstrap interval if there are {MIN_SEEDS} seeds or more. Verdict: whether the plain mean
+lies above or below that of CleanRL's few runs, by Welch's test at 5 %, if the budget is the same. Steps/s: median over
+the second half of a run; rows of other hours, or beside other work, are not to be compared by it: `./run.sh throughput`
+does that. Minutes and seconds: from the first step on, compiling included, imports and the start of Ray not.
 """.strip()
 SAME, TOO_FEW, MIXED = "no difference seen", "too few seeds", "settings differ within a row"
 AGREEMENT = {True: SAME, False: "they differ", None: TOO_FEW}
@@ -110,7 +110,7 @@ def is_same_budget(steps: int, published: dict) -> bool:
 
 
 def verdict(row: dict) -> str:
-    """Where the interval of our score lies relative to the published mean ± standard deviation."""
+    """Whether the mean of our scores differs from the published one, by Welch's test at 5 %."""
     published = published_for(row)
     if published is None:
         return "no published score"
@@ -120,8 +120,8 @@ def verdict(row: dict) -> str:
         return MIXED
     if len(row["seeds"]) < MIN_SEEDS:
         return TOO_FEW
-    low, high = published["mean"] - published["std"], published["mean"] + published["std"]
-    return "above" if row["interval"][0] > high else "below" if row["interval"][1] < low else SAME
+    low, high = stats.welch_interval(row["scores"], published["mean"], published["std"], published["seeds"])
+    return "above" if low > 0 else "below" if high < 0 else SAME
 
 
 def steady_speed(run: runs.Run) -> float:
@@ -368,13 +368,14 @@ def common_cells(row: dict) -> list[str]:
     return [*start, estimate(float(stats.iqm(scores)), interval([scores], stats.pooled_iqm))]
 
 
-def milestone_tables(rows: list[dict], title: str = "## {}") -> list[str]:
+def milestone_tables(rows: list[dict], title: str = "## {}", by_seconds: bool = True) -> list[str]:
     """For each environment that several scripts learnt on, their scores at the same steps and at the same seconds."""
+    axes = {name: words for name, words in AXES.items() if by_seconds or name != "seconds"}
     lines = []
     for env_id in dict.fromkeys(row["env_id"] for row in rows if "milestones" in row):
         own = [row for row in rows if row["env_id"] == env_id and "milestones" in row]
         lines += [title.format(f"{env_id}, on the way"), ""]
-        for position, axis in AXES.items():
+        for position, axis in axes.items():
             marks = [f"{mark:,.{0 if mark >= 10 else 1}f}" for mark, _ in own[0]["milestones"][position]]
             cells = []
             for row in own:
@@ -386,7 +387,8 @@ def milestone_tables(rows: list[dict], title: str = "## {}") -> list[str]:
                 ]
             recent = own[0]["milestones"].get("recent")  # older reports have the last 100 episodes
             what = f"return over the last {recent:.0%}, or of the last episodes before" if recent else "return"
-            lines += [*table([f"{what}: IQM [95 %], by {axis}", "seeds", *marks], cells), ""]
+            what += f": IQM [95 %; of fewer than {MIN_SEEDS} seeds, none], by {axis}"
+            lines += [*table([what, "seeds", *marks], cells), ""]
     return lines
 
 

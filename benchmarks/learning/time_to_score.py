@@ -14,6 +14,7 @@ JSON files there. The same command goes on where it was stopped, if code and mac
 code is committed.
 """
 
+import math
 import os
 import re
 import tempfile
@@ -232,6 +233,25 @@ def summarize(results: list[dict]) -> dict:
     enough = len(rows) >= report.MIN_SEEDS
     summary |= {"mean": float(rows[:, 0].mean()), "interval": stats.student_interval(rows[:, 0]) if enough else None}
     return summary | {"each": float(each_success(rows)), "steps": float(np.median(steps)) if steps else None}
+
+
+def reached(results: list[dict]) -> bool:
+    """Whether any run got to the score."""
+    rows = rows_of(results)
+    return bool(len(rows) and rows[:, 1].any())
+
+
+def beside(results: list[dict], others: list[dict]) -> tuple[float, list[float]] | None:
+    """How many times as fast the first is, and the ends of the interval, the ratio itself where it has none.
+
+    None unless some runs of both got to the score.
+    """
+    if not reached(results) or not reached(others):
+        return None
+    strata = [rows_of(results), rows_of(others)]
+    ratio = float(times_as_fast(strata))
+    ends = report.interval(strata, times_as_fast) or [ratio, ratio]
+    return ratio, [end if math.isfinite(end) else ratio for end in ends]
 
 
 def compared(results: list[dict], others: list[dict]) -> str:

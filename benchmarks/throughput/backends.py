@@ -149,8 +149,8 @@ def verdict(results: list[dict]) -> str:
     good, known = sum(x["ratio"] >= TARGET for x in found), [x["interval"] for x in found if x["interval"]]
     sure, slower = sum(low >= TARGET for low, _ in known), sum(high < TARGET for _, high in known)
     return (
-        f"In {good} of {len(found)} rows the default has at least {TARGET:.0%} of the speed of the best other way, in "
-        f"{sure} of them by the whole interval; in {slower} the whole interval is below that."
+        f"In {good} of {len(found)} rows the default has at least {TARGET:.0%} of the speed of the best other way. "
+        f"In {sure} the interval lies above {TARGET:.0%}, in {slower} below; in the others the data do not decide."
     )
 
 

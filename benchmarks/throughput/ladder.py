@@ -121,11 +121,14 @@ def section(result: dict) -> list[str]:
     machine = machine_of(result["provenance"])
     header = [f"`{result['script']}` on {result['env_id']}, {machine}", "steps/s [quartiles]", "times row above [95 %]"]
     lines = [*table([*header, "weights are apart by"], rows(result)), ""]
+    steps = [x for x in result["ratios"] if int(x["of"]) == int(x["to"]) + 1 and x["interval"]]
     ends = str(len(result["rungs"]) - 1), "0"
     for whole in [x for x in result["ratios"] if (x["of"], x["to"]) == ends][-1:]:
         rounds = max(len(x["rounds"]) for x in result["contestants"].values())
         lines += [
-            f"From first to last row: {estimate(whole['ratio'], whole['interval'], ',.1f')} times; {rounds} rounds.",
+            f"From first to last row: {estimate(whole['ratio'], whole['interval'], ',.1f')} times; {rounds} rounds. "
+            f"Of {len(steps)} tricks, {sum(x['interval'][0] > 1 for x in steps)} have an interval above 1; what the "
+            "others give, these rounds do not show.",
             "",
         ]
     return lines

@@ -65,8 +65,9 @@ BLOCKS, BLOCK_SECONDS = 5, 0.02  # how often and how long each call is repeated
 INTRODUCTION = """
 The limit of a step is the sum of its parts, each called alone and again and again: the environment, the matrix products
 and convolutions of the eager script as PyTorch runs them, and Adam's kernel. Activations, losses, replay, products in
-NumPy and Python are left out, so it is out of reach, but for a script that asks for its products in another way: the
-compiled SAC and TD3 stack those of their critics. GFLOP/s are those of the products.
+NumPy and Python are left out. So no script can be that fast, except that compiled SAC and TD3 stack their critics'
+products, which may be faster than those timed here. GFLOP/s are those of the products. Cells are medians over rounds,
+the limit that of the rounds' sums.
 """.strip()
 
 

@@ -55,7 +55,6 @@ EDITS = {
     r' *buffers = \{"buffer": buffer\} if args\.save_replay else \{\}\n': "",
     r", \*\*buffers\)": ")",
     r" \+ \(0 if args\.save_replay else run\.step\)(  # refill .*)?": "",
-    r" *# A resumed run .*\n": "",
     r".*# counted again, as --override .*\n": "",
     r"  # a resumed run that refills .*": "",
     r" *# Not before a log line: .*\n": "",

@@ -228,8 +228,8 @@ def graph_lines() -> list[str]:
     return [
         *lines,
         "",
-        *paragraph("""The kernels are those of uncompiled functions, counted on a CPU by the tests that
-        emulate graphs; an epoch has four minibatches there. Compiled, they are fewer."""),
+        *paragraph("""Counts are of uncompiled code, found by emulating graphs on a CPU with four minibatches an epoch;
+        compiled code launches fewer."""),
     ]
 
 
@@ -262,17 +262,15 @@ def score_section() -> list[str]:
             rows[-1] += [score_cell(result["contestants"].get(name, [])) for name in names]
             rows[-1] += [flags_cell(result["flags"], result["env_id"])]
         lines += [*table_with_flags(header, rows), ""]
-        lines += [
-            "The mean over the seeds, with Student's 95 % interval; a run that never gets there counts with its",
-            "length, and the mean is a bound.",
-        ]
+        lines += paragraph("""The mean over the seeds, with Student's 95 % interval. Where some never got there: the
+            seconds of all runs by the number of those that did, which is what somebody waits who starts anew.""")
         lines += ["[All that was measured](benchmarks/results/time_to_score/time_to_score.md).", *sources(results), ""]
     records = load("speedrun/*.json")
     if records:
         lines += [
-            "The speedrun board: the fastest settings of our own scripts that reach a score with 9 of 10 seeds. Times",
-            "as fast: by the seconds of all runs, also of those that did not get there, for each one that did. In a",
-            "simulation with ten seeds, what is called the 95 % interval of such a ratio held the truth in 88 %.",
+            *paragraph("""The speedrun board: the fastest settings of our own scripts that reach a score with 9 of 10
+                seeds. "Times as fast" divides the seconds of all runs, failed ones too, by the number of successes.
+                These intervals are too narrow: of ten seeds, they held the truth in 88 % of simulated cases."""),
             "",
         ]
         how = "[How each was measured](benchmarks/results/speedrun/speedrun.md)."
@@ -281,11 +279,14 @@ def score_section() -> list[str]:
 
 
 def score_cell(results: list[dict]) -> str:
-    """Seconds until a score, and how many of the runs got there."""
+    """Seconds until a score, or for each run that got there; and how many did."""
     own = time_to_score.summarize(results)
     if not own["runs"]:
         return "failed" if results else "-"
-    return f"{time_to_score.mean_cell(own, ',.0f')}, {own['reached']} of {own['runs'] + own['failed']}"
+    runs = own["runs"] + own["failed"]
+    each = f"{own['each']:,.0f} for each success" if own["reached"] else f"never within {own['mean']:,.0f}"
+    mean = each if own["reached"] < runs else time_to_score.mean_cell(own, ",.0f")
+    return f"{mean}, {own['reached']} of {runs}"
 
 
 def ladder_section() -> list[str]:
@@ -313,9 +314,8 @@ def backend_section() -> list[str]:
     for result in results:
         machines.setdefault(machine_of(result["provenance"]), []).append(result)
     for machine, own in sorted(machines.items()):
-        lines += [*backends.rows(own), "", f"On {machine}: {backends.verdict(own)}", ""]
-    counts = sorted({result["rounds"] for result in results})
-    lines += [f"Rounds: {' or '.join(map(str, counts))}."]
+        counts = " or ".join(map(str, sorted({result["rounds"] for result in own})))
+        lines += [*backends.rows(own), "", f"On {machine}, {counts} rounds: {backends.verdict(own)}", ""]
     pages = sorted({f"benchmarks/results/{Path(result['file']).parent}/backends.md" for result in results})
     links = " and ".join(f"[{'here' if i else 'How it was measured'}]({page})" for i, page in enumerate(pages))
     lines += paragraph(f"""The eager PPO scripts. SlowCartPole is CartPole whose step takes 3 ms, and
@@ -368,7 +368,7 @@ def gpu_section() -> list[str]:
             windows of 0.3 seconds or more, in one or two turns, between which speeds changed, so intervals are wide.
             {still_warming(found)} The last column counts the combinations of
             `--compile` and `--cudagraphs` that, after some fifty updates, differ from eager by less than ten times
-            what rounding does, or 0.001; one that differs by more has no speed here.""")
+            what rounding does, or 0.001. If a combination differs by more, its speed is not shown.""")
         lines += [*sources(found), ""]
     return lines
 
@@ -493,6 +493,13 @@ def pooled(summaries: list[dict]) -> list[dict]:
     return result
 
 
+# Reports whose seconds measure no speed, as other work ran beside their runs: "Notes on these" in RESULTS.md
+BUSY = (
+    "actor_critics_breakout", "off_policy_200k", "off_policy_200k_cascade_lake", "off_policy_hopper_pendulum",
+    "off_policy_million_zen_4", "ppo_eight_envs", "ppo_ray_half_cheetah", "sac_50k",
+)  # fmt: skip
+
+
 def learning_section() -> list[str]:
     """The table of returns."""
     summaries = load("learning/*/report.json")
@@ -502,15 +509,18 @@ def learning_section() -> list[str]:
     lines = [*table_with_flags(header, [row for summary in reports for row in learning_rows(summary)]), ""]
     lines += legend(lines)
     for summary in summaries:
-        lines += report.milestone_tables(summary["rows"], f"{{}} (`{Path(summary['file']).parent.name}`):")
+        name = Path(summary["file"]).parent.name
+        lines += report.milestone_tables(summary["rows"], f"{{}} (`{name}`):", by_seconds=name not in BUSY)
     commits = {commit for summary in summaries for row in summary["rows"] for commit in row.get("commits", [])}
     commits = {commit[:12] + " with uncommitted changes" * commit.endswith("-dirty") for commit in commits}
-    lines += paragraph("""Above, below: our interval beside CleanRL's mean ± std, which is of a few runs. No difference
-        seen: they overlap, which does not show that they are equal. Of five seeds, an interquartile mean leaves out the
-        lowest and the highest; CleanRL's plain means do not. Intervals are a little too narrow: in a simulation
-        (`tests/test_benchmark_stats.py`) those of five seeds held the truth in 90 % of cases. Fewer seeds have no
-        interval, but the lowest and the highest return. A row of two reports has the seeds of both, measured on two
-        machines.""")
+    lines += paragraph("""Above, below: our plain mean beside that of CleanRL's few runs, by Welch's test at 5 %. No
+        difference seen does not show that they are equal. Of five seeds, an interquartile mean leaves out the lowest
+        and the highest; CleanRL's plain means do not, and its ± is the standard deviation. A run with fewer than a
+        hundred episodes counts with all of them, the first ones too: so does SAC at 50,000 steps of HalfCheetah, and on
+        Pendulum, where the last hundred of TD3's contain random ones. The tables below the first have the last tenth.
+        Intervals are a little too narrow: in a simulation (`tests/test_benchmark_stats.py`) those of five seeds held
+        the truth in 90 % of cases. Fewer seeds have no interval, but the lowest and the highest return. A row of two
+        reports has the seeds of both, measured on two machines.""")
     return [*lines, f"Commits of the runs: {', '.join(sorted(commits))}.", ""]
 
 
@@ -534,7 +544,10 @@ def search_section() -> list[str]:
         rows[-1] += ["; ".join(estimate(x["difference"], x["interval"], ".0f") for x in checks) or "-"]
         all_checks += rows[-1][-1].split("; ") if checks else []
     header = ["`./run.sh tune` of", "drawn from", "scheduler", "trials", "searches", "best trial's return: IQM [95 %]"]
-    header += ["steps, of the rows of full runs", "best settings less default ones, on fresh seeds [95 %]"]
+    header += [
+        "steps taken, % of running every trial to its end",
+        "best settings less default ones, on fresh seeds [95 %]",
+    ]
     same = [
         "Where two rows have the same difference, both searches found the same settings, checked once.",
         "",
@@ -619,12 +632,11 @@ def most(found: dict[str, list[dict]], more: list[str] | tuple = ()) -> tuple[st
 
 
 def draw_overview(results: Path) -> None:
-    """README's picture, `overview.png`: speeds as multiples of SB3's, and the seconds to a score.
+    """README's picture, `overview.png`: speeds, and times to a score, as multiples of SB3's.
 
     Each is of the machine on which most was measured by today's code, beside CleanRL and LeanRL too. Speeds of
-    older code on that machine are shown, too, and marked: without them only some pairs would be seen. The score is one
-    that all runs reached there, if there is any (else bars are bounds), and that CleanRL publishes, if there is any; of
-    these, the one that takes the longest.
+    older code on that machine are shown, too, and marked: without them only some pairs would be seen. Of times to a
+    score, all tasks are shown that were measured there beside SB3.
     """
     speeds, marked, scores, beside = {}, {}, {}, {}
     for path in results.glob("throughput/**/*.json"):
@@ -646,22 +658,14 @@ def draw_overview(results: Path) -> None:
     beside = {script: result for (place, script), result in beside.items() if place == machine}
     with plots.figure(results / "overview.png", columns=2, size=(5.6, 5.6)) as ((left, right),):
         draw_speeds(left, fresh, older, beside)
-        draw_times(right, max(most(scores)[1], key=rank))
-
-
-def rank(result: dict) -> tuple[bool, bool, float]:
-    """Whether all runs got to a score; whether CleanRL publishes it; the mean seconds of the slowest until then."""
-    found = [own for own in map(time_to_score.summarize, result["contestants"].values()) if own["runs"]]
-    is_whole = all(own["reached"] == own["runs"] + own["failed"] for own in found)
-    is_published = result["env_id"] in TABLE[result["script"]].scored
-    return is_whole, is_published, max(own["mean"] for own in found)
+        draw_times(right, most(scores)[1])
 
 
 def by_way_of_compiled(result: dict, beside: dict) -> dict[str, tuple[float, list[float]]]:
     """How many times as fast as SB3 CleanRL and LeanRL are, with an interval; they ran beside ours in other rounds.
 
-    The ratio is the product of theirs to our compiled file and of that one's to SB3, and so are the interval's ends: it
-    is too wide. Nothing, if the compiled file failed in one of the two.
+    The ratio is the product of theirs to our compiled file and of that one's to SB3, and so are the interval's ends. By
+    which the two days differ, it does not hold. Nothing, if the compiled file failed in one of the two.
     """
     ours = compiled_of(result["contestants"])
     if any("steps_per_second" not in x["contestants"].get(ours, {}) for x in (result, beside)):
@@ -697,24 +701,23 @@ def draw_speeds(axis, fresh: list[dict], older: list[dict], beside: dict[str, di
     axis.legend()
     title = f"Environment steps/s, times those of SB3\n{machine_of(fresh[0]['provenance'])}"
     names = [plots.label(name) for name in CLONES if any(name in group for group in groups.values())]
-    note = "lines: 95 % intervals" + f"; too wide for {' and '.join(names)}, scaled from other rounds" * bool(names)
+    note = "lines: 95 % intervals" + f"; {' and '.join(names)} are scaled from rounds of another day" * bool(names)
     plots.describe_axis(axis, title, note + "\n†: by older code than today's" * bool(older), "")
 
 
-def draw_times(axis, result: dict) -> None:
-    """The mean seconds from pressing Enter to a score, with 95 % intervals."""
-    own = {name: time_to_score.summarize(rows) for name, rows in result["contestants"].items()}
-    own = {name: x for name, x in own.items() if x["runs"]}
-    bounds = ["≥ " * (x["reached"] < x["runs"] + x["failed"]) for x in own.values()]
-    values = [x["mean"] for x in own.values()]
-    known = [not bound and x["interval"] for x, bound in zip(own.values(), bounds, strict=True)]
-    intervals = [
-        x or (value, value) for x, value in zip(known, values, strict=True)
-    ]  # a bound has none, as in the table
-    plots.draw_bars(axis, list(own), values, intervals, prefixes=bounds)
-    title = f"Seconds from the start to a return of {result['score']:,.0f}\n{machine_of(result['provenance'])}"
-    note = f"{result['script']} on {result['env_id']}\nlines: 95 % intervals"
-    plots.describe_axis(axis, title, note, "")
+def draw_times(axis, results: list[dict]) -> None:
+    """How many times as fast as SB3 the contestants got to a score, for each that got there, with 95 % intervals."""
+    groups, scored = {}, [x for x in results if time_to_score.reached(x["contestants"].get("sb3", []))]
+    for result in sorted(scored, key=lambda x: (x["script"], x["env_id"])):
+        others = {name: rows for name, rows in result["contestants"].items() if name != "sb3"}
+        name = f"{result['script']}\n{result['env_id']} to {result['score']:,.0f}"
+        found = {x: time_to_score.beside(rows, result["contestants"]["sb3"]) for x, rows in others.items()}
+        groups[name] = {x: own for x, own in found.items() if own}
+    plots.draw_groups(axis, groups, ".1f")
+    axis.axvline(1, color=plots.colour("sb3"), label=plots.label("sb3"))
+    axis.legend()
+    title = f"Times as fast as SB3 to a score\n{machine_of(results[0]['provenance'])}"
+    plots.describe_axis(axis, title, "seconds of all runs by the number that got there\nlines: 95 % intervals", "")
 
 
 def write_summaries(results: Path) -> None:
