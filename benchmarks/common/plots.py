@@ -117,7 +117,8 @@ def draw_groups(axis, groups: dict[str, dict[str, tuple[float, tuple[float, floa
         bars = [(place, own[name]) for place, own in enumerate(groups.values()) if name in own]
         places = np.array([place + (i - (len(names) - 1) / 2) * height for place, _ in bars])
         values, intervals = np.array([x for _, (x, _) in bars]), np.array([x for _, (_, x) in bars])
-        axis.barh(places, values, color=colour(name), height=0.9 * height, label=label(name))
+        pale = {"alpha": 0.5} if name.endswith("(cold)") else {}
+        axis.barh(places, values, color=colour(name), height=0.9 * height, label=label(name), **pale)
         axis.errorbar(values, places, xerr=np.abs(intervals.T - values), fmt="none", ecolor="#333333", elinewidth=1)
         for place, value, (_, high) in zip(places, values, intervals, strict=True):
             where = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}

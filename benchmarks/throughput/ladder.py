@@ -127,7 +127,7 @@ def section(result: dict) -> list[str]:
         rounds = max(len(x["rounds"]) for x in result["contestants"].values())
         lines += [
             f"From first to last row: {estimate(whole['ratio'], whole['interval'], ',.1f')} times; {rounds} rounds. "
-            f"Of {len(steps)} tricks, {sum(x['interval'][0] > 1 for x in steps)} have an interval above 1; what the "
+            f"Tricks whose interval lies above 1: {sum(x['interval'][0] > 1 for x in steps)} of {len(steps)}; what the "
             "others give, these rounds do not show.",
             "",
         ]
