@@ -15,13 +15,13 @@ usage: ./run.sh COMMAND [FLAGS]
   sweep [FLAGS]         train scripts x variants x seeds and report; --scripts, --seeds, --total-timesteps, --resume,
                         --ray-address auto --cpus-per-run 1 over the nodes of a Ray cluster
   tune [FLAGS]          search settings, or train a population that changes them, by Ray Tune; --script, --search,
-                        --scheduler asha pbt pb2, --perturb, --resume DIR
+                        --scheduler asha, pbt or pb2, --perturb, --resume DIR
   report RUNS...        table, learning curves and verdicts from run folders; --out DIR
   throughput [FLAGS]    measure steady steps/s of each script and variant; --scripts, --variants, --rounds, --seconds,
                         --peers sb3 sbx rllib to measure Stable-Baselines3, SBX and RLlib beside them, or
                         --peers cleanrl leanrl for the scripts of both
   time-to-score [FLAGS] measure how long each takes to a good policy, compiling included; --tasks, --variants, --peers
-  speedrun PAIR ENV     measure how long settings of one's own take to it, for the board; --score, --flags="...", --name
+  speedrun PAIR ENV     measure how long your own settings take to its score; --score, --flags="...", --name
   backends [FLAGS]      measure which way to step environments is fastest, and whether the scripts choose it; --env-ids
   ladder [FLAGS]        measure what each trick gives, from a plain loop to the compiled script
   limits [FLAGS]        measure how near the compiled scripts are to what the machine could do
@@ -32,11 +32,12 @@ usage: ./run.sh COMMAND [FLAGS]
   gpu STAGE OUT_DIR     what needs a GPU, without network; STAGE is correctness, speed or more, nine minutes each;
                         --dry-run; PYTHON=... runs it without .venv
   readme                make all tables and figures again from the committed results
-  stale                 which committed results today's code might not give again, and why; --note marks them
+  stale                 which committed results today's code might not give again; --note lists them for `readme` to mark
   test [FLAGS]          run all tests; `test quick` leaves out the slow ones; other FLAGS go to pytest
 
 COMMAND --help says what it measures, how long that takes and what it leaves. Paths are those of the folder that you
-are in. Everything is installed into .venv beside this file, in the versions of requirements/constraints.txt.
+are in. All but RLlib, CleanRL and LeanRL is installed into .venv beside this file, in the versions of
+requirements/constraints.txt.
 END
 }
 
@@ -113,7 +114,7 @@ case "$command $* " in test\ *) ;; *" --help "* | *" -h "*) help=yes ;; esac
 case $command in
   copy | demo | diff | evaluate | ladder | limits | readme | report | stale | sweep)
     install requirements
-    # Only a sweep starts scripts: in other commands, `_ray` is part of a path
+    # Of these only a sweep starts scripts over Ray: elsewhere `_ray` is part of a name or a path
     case "$command $* " in sweep*_ray* | sweep*" --ray-address"* | sweep*" --ray_address"*) install requirements-ray ;; esac
     ;;
   backends | env-pools | speedrun | time-to-score)
@@ -153,7 +154,7 @@ case $command in
     .venv/bin/python -m ruff format --check
     beside=(--numprocesses auto --dist worksteal)
     [ $# -eq 0 ] || exec .venv/bin/python -m pytest -q "${beside[@]}" -m "not alone and not slow" "${@:2}"
-    echo "the whole suite takes 20 to 60 minutes, by the CPU; nine tests of ten, sooner: ./run.sh test quick"
+    echo "the whole suite takes 16 to 60 minutes, by the CPU; nine tests of ten, sooner: ./run.sh test quick"
     status=0
     .venv/bin/python -m pytest -q "${beside[@]}" -m "not alone" || status=$?
     .venv/bin/python -m pytest -q -m alone || status=$?

@@ -1622,8 +1622,8 @@ class RayRunners(Runners):
         self.ahead, self.most_stale = asking.get(getattr(args, "rollout", None), (2, math.inf))
         # Reference of a fragment -> index of its runner, reference of its report (None while the runner is starting)
         self.in_flight, self.pending = {}, [0] * args.num_runners  # how many fragments each still owes
-        # Whether fragments travel here as soon as they are finished; those of others are sent to them by reference
-        self.fetches = args.num_learners == 1 and not getattr(args, "replay_shards", 0)
+        # Whether fragments begin to travel when one looks which are finished; others' go to them by reference
+        self.fetches = args.num_learners <= 1 and not getattr(args, "replay_shards", 0)
         self.failures, self.told = [0] * args.num_runners, set()  # consecutive failures; errors already reported
         # Since when each owes a fragment; when the last one arrived; what a runner that starts is sent, as text
         self.since, self.last_news = [math.inf] * args.num_runners, -math.inf
@@ -2316,7 +2316,8 @@ class Run:
         # What a script sets for the whole process: in a notebook, the next run finds it as this one did
         self.at_end.callback(torch.set_num_threads, torch.get_num_threads())
         self.at_end.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        self.at_end.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+        cudnn = sys.modules["torch.backends.cudnn"]  # named as an attribute of torch, this class could not go to Ray
+        self.at_end.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
 
     def env_seeds(self, num_envs: int) -> list[int]:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""

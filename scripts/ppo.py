@@ -288,7 +288,7 @@ def train(args: Args) -> Path:
         # Fail if the policy that acts and the one that learns differ: a change of yours may have reached only one
         log_probs = torch.from_numpy(noisy_logits - gumbel[-1]).log_softmax(1)  # by which the last actions were drawn
         learnt = batch[0][-args.num_envs :]
-        check_same(log_probs.gather(1, torch.from_numpy(action[-1])[:, None])[:, 0], learnt, obs[-2])
+        check_same(log_probs.gather(1, torch.from_numpy(noisy_logits.argmax(1))[:, None])[:, 0], learnt, obs[-2])
 
         # Learn
         for _ in range(args.update_epochs):
@@ -1213,7 +1213,8 @@ class Run:
         # What a script sets for the whole process: in a notebook, the next run finds it as this one did
         self.at_end.callback(torch.set_num_threads, torch.get_num_threads())
         self.at_end.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        self.at_end.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+        cudnn = sys.modules["torch.backends.cudnn"]  # named as an attribute of torch, this class could not go to Ray
+        self.at_end.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
 
     def env_seeds(self, num_envs: int) -> list[int]:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""

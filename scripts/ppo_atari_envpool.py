@@ -930,7 +930,8 @@ class Run:
         # What a script sets for the whole process: in a notebook, the next run finds it as this one did
         self.at_end.callback(torch.set_num_threads, torch.get_num_threads())
         self.at_end.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        self.at_end.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+        cudnn = sys.modules["torch.backends.cudnn"]  # named as an attribute of torch, this class could not go to Ray
+        self.at_end.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
 
     def env_seeds(self, num_envs: int) -> list[int]:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""

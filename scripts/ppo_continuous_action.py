@@ -231,7 +231,8 @@ def train(args: Args) -> Path:
 
     def acting_log_std() -> Tensor:
         """Log std of the action (A,), as `forward` returns it; it must be the same for all observations."""
-        return outputs_of(collector, torch.zeros(2, envs.obs_dim))[1].detach().reshape(-1, len(low))[0]
+        log_std = outputs_of(collector, torch.zeros(2, envs.obs_dim))[1].detach()
+        return log_std[0] if log_std.ndim > 1 else log_std
 
     check_policy(policy, lambda obs: collector(obs)[0], collector, envs.obs_dim)
     check_policy(
@@ -1285,7 +1286,8 @@ class Run:
         # What a script sets for the whole process: in a notebook, the next run finds it as this one did
         self.at_end.callback(torch.set_num_threads, torch.get_num_threads())
         self.at_end.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        self.at_end.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+        cudnn = sys.modules["torch.backends.cudnn"]  # named as an attribute of torch, this class could not go to Ray
+        self.at_end.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
 
     def env_seeds(self, num_envs: int) -> list[int]:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""

@@ -236,7 +236,8 @@ def train(args: Args) -> Path:
 
     def acting_log_std() -> Tensor:
         """Log std of the action (A,), as `forward` returns it; it must be the same for all observations."""
-        return outputs_of(collector, torch.zeros(2, envs.obs_dim))[1].detach().reshape(-1, len(low))[0]
+        log_std = outputs_of(collector, torch.zeros(2, envs.obs_dim))[1].detach()
+        return log_std[0] if log_std.ndim > 1 else log_std
 
     check_policy(policy, lambda obs: collector(obs)[0], collector, envs.obs_dim)
     check_policy(
@@ -513,8 +514,7 @@ def compiled(device: torch.device, *functions, **more_options):
         places = os.path.dirname(torch.__file__), torch._inductor.runtime.cache_dir_utils.cache_dir()
         if spaced := [place for place in places if " " in place]:  # Inductor does not quote it
             fail(f"torch.compile can't use a folder with a space in its name, {spaced[0]}; --no-compile does without")
-    for f in functions:  # compiled code is found by the code object, which functions of one decorator or `def` share
-        f.__code__ = f.__code__.replace(co_varnames=f.__code__.co_varnames)
+    functions = [with_own_code(function) for function in functions]
     torch._dynamo.config.trace_autograd_ops = True
     torch.compiler.reset()  # an earlier run in this process may have compiled with other settings
     check_adam()
@@ -526,6 +526,24 @@ def compiled(device: torch.device, *functions, **more_options):
     options |= {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe} | more_options
     made = [torch.compile(f, fullgraph=True, dynamic=False, options=options.copy()) for f in functions]
     return [tensors_only(function, is_compiled=True) for function in made]
+
+
+def with_own_code(function):
+    """The function, or one around it, with a code object of its own, by which compiled code is found again.
+
+    Functions of one `def` share theirs, and torch.compile gives one to all that a decorator of PyTorch has made.
+    """
+    if not hasattr(function, "__code__") or hasattr(function, "__self__"):
+        fail(f"{function} can't be compiled: write a function around it")
+    if function.__code__.co_filename.startswith(os.path.dirname(torch.__file__)):
+        decorated = function
+
+        def function(*inputs: Tensor):
+            return decorated(*inputs)
+
+        function.__name__, function.__wrapped__ = decorated.__name__, decorated
+    function.__code__ = function.__code__.replace(co_varnames=function.__code__.co_varnames)
+    return function
 
 
 def check_adam() -> None:
@@ -1593,7 +1611,8 @@ class Run:
         # What a script sets for the whole process: in a notebook, the next run finds it as this one did
         self.at_end.callback(torch.set_num_threads, torch.get_num_threads())
         self.at_end.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        self.at_end.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+        cudnn = sys.modules["torch.backends.cudnn"]  # named as an attribute of torch, this class could not go to Ray
+        self.at_end.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
 
     def env_seeds(self, num_envs: int) -> list[int]:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""

@@ -318,6 +318,7 @@ def train(args: Args) -> Path:
     run.open(pool, agent=agent, optimizer=optimizer)
     statistics = EpisodeStatistics(num_envs)
     obs = np.zeros((args.num_steps + 1, num_envs, pool.obs_dim), dtype=np.float32)
+    sample = np.zeros((args.num_steps, num_envs, agent.outputs), dtype=np.float32)  # the actor's output plus noise
     action = np.zeros((args.num_steps, num_envs, *action_shape), dtype=action_type)
     reward = np.zeros((args.num_steps, num_envs), dtype=np.float32)
     terminated, truncated, lost, done = np.zeros((4, args.num_steps, num_envs), dtype=bool)
@@ -335,18 +336,14 @@ def train(args: Args) -> Path:
         while count.min() < args.num_steps:
             run.stop_if_asked()
             t = count[ready]
-            sample = policy(obs[t, ready]) + noise[t, ready]
-            action[t, ready] = sample.argmax(1) if agent.is_discrete else sample
-            pool.send(space.start + action[t, ready] if agent.is_discrete else sample.clip(low, high), ready)
+            sample[t, ready] = policy(obs[t, ready]) + noise[t, ready]
+            action[t, ready] = sample[t, ready].argmax(1) if agent.is_discrete else sample[t, ready]
+            pool.send(space.start + action[t, ready] if agent.is_discrete else action[t, ready].clip(low, high), ready)
             *rows, ready = pool.recv(args.ready_batch or num_envs)
             t = count[ready]
             obs[t + 1, ready], reward[t, ready], terminated[t, ready], truncated[t, ready], lost[t, ready] = rows
             count[ready] += 1
             ready = ready[count[ready] < args.num_steps]
-        # Fail if the policy that acts and the one that learns differ: a change of yours may have reached only one
-        rows, no_action = obs[:2].reshape(-1, pool.obs_dim), torch.zeros(2 * num_envs, *action_shape, device=device)
-        learnt, *_ = outputs_of(agent, torch.from_numpy(rows).to(device), no_action)
-        check_same(acting(rows), learnt, rows)
         done_before, done = done[-1:], terminated | truncated
         valid = ~np.concatenate([done_before, done[:-1]])  # the row after an episode's end is its reset
         valid &= ~lost  # the row of a dead worker is masked; the row before it bootstraps, as after a truncation
@@ -357,6 +354,9 @@ def train(args: Args) -> Path:
         # Estimate advantages. On the device all are float32, actions too
         rollout = (obs, action, reward, terminated, truncated, valid)
         *batch, explained_variance = estimate(*(torch.from_numpy(x).to(device, torch.float32) for x in rollout))
+        # Fail if the policy that acts and the one that learns differ: a change of yours may have reached only one
+        drawn = torch.from_numpy(sample[-1] - noise[-1])  # the outputs by which the last actions were drawn
+        check_same(collector.log_prob(drawn, torch.from_numpy(action[-1])), batch[0][-num_envs:], obs[-2])
 
         # Learn
         for _ in range(args.update_epochs):
@@ -1400,7 +1400,8 @@ class Run:
         # What a script sets for the whole process: in a notebook, the next run finds it as this one did
         self.at_end.callback(torch.set_num_threads, torch.get_num_threads())
         self.at_end.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        self.at_end.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+        cudnn = sys.modules["torch.backends.cudnn"]  # named as an attribute of torch, this class could not go to Ray
+        self.at_end.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
 
     def env_seeds(self, num_envs: int) -> list[int]:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""

@@ -332,6 +332,7 @@ def train(args: Args) -> Path:
     run.open(pool, agent=agent, optimizer=optimizer)
     statistics = EpisodeStatistics(num_envs)
     obs = np.zeros((args.num_steps + 1, num_envs, pool.obs_dim), dtype=np.float32)
+    sample = np.zeros((args.num_steps, num_envs, agent.outputs), dtype=np.float32)  # the actor's output plus noise
     action = np.zeros((args.num_steps, num_envs, *action_shape), dtype=action_type)
     reward = np.zeros((args.num_steps, num_envs), dtype=np.float32)
     terminated, truncated, lost, done = np.zeros((4, args.num_steps, num_envs), dtype=bool)
@@ -349,18 +350,14 @@ def train(args: Args) -> Path:
         while count.min() < args.num_steps:
             run.stop_if_asked()
             t = count[ready]
-            sample = policy(obs[t, ready]) + noise[t, ready]
-            action[t, ready] = sample.argmax(1) if agent.is_discrete else sample
-            pool.send(space.start + action[t, ready] if agent.is_discrete else sample.clip(low, high), ready)
+            sample[t, ready] = policy(obs[t, ready]) + noise[t, ready]
+            action[t, ready] = sample[t, ready].argmax(1) if agent.is_discrete else sample[t, ready]
+            pool.send(space.start + action[t, ready] if agent.is_discrete else action[t, ready].clip(low, high), ready)
             *rows, ready = pool.recv(args.ready_batch or num_envs)
             t = count[ready]
             obs[t + 1, ready], reward[t, ready], terminated[t, ready], truncated[t, ready], lost[t, ready] = rows
             count[ready] += 1
             ready = ready[count[ready] < args.num_steps]
-        # Fail if the policy that acts and the one that learns differ: a change of yours may have reached only one
-        rows, no_action = obs[:2].reshape(-1, pool.obs_dim), torch.zeros(2 * num_envs, *action_shape, device=device)
-        learnt, *_ = outputs_of(agent, torch.from_numpy(rows).to(device), no_action)
-        check_same(acting(rows), learnt, rows)
         done_before, done = done[-1:], terminated | truncated
         valid = ~np.concatenate([done_before, done[:-1]])  # the row after an episode's end is its reset
         valid &= ~lost  # the row of a dead worker is masked; the row before it bootstraps, as after a truncation
@@ -371,6 +368,9 @@ def train(args: Args) -> Path:
         # Estimate advantages. On the device all are float32, actions too
         rollout = (obs, action, reward, terminated, truncated, valid)
         *batch, explained_variance = estimate(*(torch.from_numpy(x).to(device, torch.float32) for x in rollout))
+        # Fail if the policy that acts and the one that learns differ: a change of yours may have reached only one
+        drawn = torch.from_numpy(sample[-1] - noise[-1])  # the outputs by which the last actions were drawn
+        check_same(collector.log_prob(drawn, torch.from_numpy(action[-1])), batch[0][-num_envs:], obs[-2])
 
         # Learn
         for _ in range(args.update_epochs):
@@ -529,8 +529,7 @@ def compiled(device: torch.device, *functions, **more_options):
         places = os.path.dirname(torch.__file__), torch._inductor.runtime.cache_dir_utils.cache_dir()
         if spaced := [place for place in places if " " in place]:  # Inductor does not quote it
             fail(f"torch.compile can't use a folder with a space in its name, {spaced[0]}; --no-compile does without")
-    for f in functions:  # compiled code is found by the code object, which functions of one decorator or `def` share
-        f.__code__ = f.__code__.replace(co_varnames=f.__code__.co_varnames)
+    functions = [with_own_code(function) for function in functions]
     torch._dynamo.config.trace_autograd_ops = True
     torch.compiler.reset()  # an earlier run in this process may have compiled with other settings
     check_adam()
@@ -542,6 +541,24 @@ def compiled(device: torch.device, *functions, **more_options):
     options |= {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe} | more_options
     made = [torch.compile(f, fullgraph=True, dynamic=False, options=options.copy()) for f in functions]
     return [tensors_only(function, is_compiled=True) for function in made]
+
+
+def with_own_code(function):
+    """The function, or one around it, with a code object of its own, by which compiled code is found again.
+
+    Functions of one `def` share theirs, and torch.compile gives one to all that a decorator of PyTorch has made.
+    """
+    if not hasattr(function, "__code__") or hasattr(function, "__self__"):
+        fail(f"{function} can't be compiled: write a function around it")
+    if function.__code__.co_filename.startswith(os.path.dirname(torch.__file__)):
+        decorated = function
+
+        def function(*inputs: Tensor):
+            return decorated(*inputs)
+
+        function.__name__, function.__wrapped__ = decorated.__name__, decorated
+    function.__code__ = function.__code__.replace(co_varnames=function.__code__.co_varnames)
+    return function
 
 
 def check_adam() -> None:
@@ -1708,7 +1725,8 @@ class Run:
         # What a script sets for the whole process: in a notebook, the next run finds it as this one did
         self.at_end.callback(torch.set_num_threads, torch.get_num_threads())
         self.at_end.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        self.at_end.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+        cudnn = sys.modules["torch.backends.cudnn"]  # named as an attribute of torch, this class could not go to Ray
+        self.at_end.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
 
     def env_seeds(self, num_envs: int) -> list[int]:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""

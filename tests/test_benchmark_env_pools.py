@@ -152,6 +152,9 @@ def test_scaling_keeps_what_it_has_measured(monkeypatch, tmp_path, capsys):
     result = json.loads((tmp_path / "scaling.json").read_text())
     assert result["sizes"] == [{"name": "1 node"}] and result["provenance"]["is_unfinished"]
     assert result["settings"]["steps"] == 16 and "stopped; the one node and the sizes" in capsys.readouterr().err
+    node = [{"name": "lock-step, SB3", "steps_per_second": 90.0, "model": 98.0}]
+    write_json(tmp_path / "scaling.json", result | {"sizes": [], "node": node})
+    assert "| lock-step, SB3 | 90 | 98 | 92% | 1.0x | - | - | - |" in scaling.write_summary(tmp_path)
 
 
 def test_scaling_does_not_wait_forever_for_runners(monkeypatch, capsys):

@@ -1126,6 +1126,9 @@ CHANGED_DRAWS = [
     ("ppo_continuous_action", "policy(obs[t]) + noise[t]", "policy(obs[t]) + 0.5 * noise[t]"),
     ("ppo_continuous_action", "policy(obs[t]) + noise[t]", "policy(obs[t] / 255) + noise[t]"),
     ("ppo_continuous_action", "policy(obs[t]) + noise[t]", "(policy(obs[t]) + noise[t]).clip(-0.01, 0.01)"),
+    ("ppo", "= noisy_logits.argmax(1)\n", "= action[t - 1]  # sticky\n"),
+    ("ppo_env_pool", "policy(obs[t, ready]) + noise[t, ready]", "policy(obs[t, ready]) / 5 + noise[t, ready]"),
+    ("ppo_env_pool", "policy(obs[t, ready]) + noise[t, ready]", "policy(obs[t, ready] / 255) + noise[t, ready]"),
 ]
 
 
@@ -1143,10 +1146,19 @@ def test_a_change_of_how_actions_are_drawn_that_learning_does_not_know_is_refuse
 
 
 @pytest.mark.parametrize("name", ["ppo", "ppo_continuous_action"])
-def test_batch_norm_in_the_critic_of_ppo_works(copy, train_copy, name):
+def test_batch_norm_in_the_critic_of_ppo_works(copy, train_copy, tmp_path, name):
     """Its statistics are of what it learns from: to act, or to look at the standard deviation, changes nothing."""
     change = ("self.critic = mlp(obs_dim, 1,", "self.critic = nn.Sequential(nn.BatchNorm1d(obs_dim)) + mlp(obs_dim, 1,")
-    assert len(train_copy(copy(name, change), name)) > 1
+    train_copy(copy(name, change), name)
+    (path,) = tmp_path.glob("copy_run*/checkpoint.pt")
+    saved = torch.load(path)
+    batches = 1 + saved["args"]["update_epochs"] * saved["args"]["num_minibatches"]  # one to estimate advantages
+    assert saved["agent"]["critic.0.num_batches_tracked"] == saved["iteration"] * batches > 1
+
+
+def test_one_standard_deviation_for_all_dimensions_works(copy, train_copy):
+    change = ("self.log_std = nn.Parameter(torch.zeros(action_dim))", "self.log_std = nn.Parameter(torch.zeros(1))")
+    assert len(train_copy(copy("ppo_continuous_action", change), "ppo_continuous_action")) > 1
 
 
 @pytest.mark.slow
@@ -1378,7 +1390,14 @@ def test_functions_of_one_factory_or_decorator_are_compiled_apart():
     functions = [(lambda x, factor=factor: factor * x) for factor in (1, 2)]
     functions += [torch.no_grad()(lambda x, factor=factor: factor * x) for factor in (3, 4)]
     made = [*script.compiled(torch.device("cpu"), *functions[:3]), *script.compiled(torch.device("cpu"), functions[3])]
-    assert [float(function(x)[0]) for function in made] == [1, 2, 3, 4]
+    assert [float(script.refuse_changes(function)(x)[0]) for function in made] == [1, 2, 3, 4]
+
+
+def test_a_method_is_not_compiled(capsys):
+    """It would share its code with that of other objects."""
+    with pytest.raises(SystemExit, match="2"):
+        load("ppo_torchcompile").compiled(torch.device("cpu"), nn.Linear(1, 1).forward)
+    assert "can't be compiled: write a function around it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile"])

@@ -553,6 +553,43 @@ def test_what_ends_a_call_in_another_process_is_told(capfd):
     assert capfd.readouterr().err == "a warning\nerror: there is no compiler\nMuJoCo warns\n"
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "fetches"),
+    [
+        ("impala_ray", {}, True),
+        ("impala_ray", {"num_learners": 2}, False),
+        ("ppo_ray", {}, True),
+        ("ppo_ray", {"num_learners": 1}, True),
+        ("ppo_ray", {"num_learners": 2}, False),
+        ("a3c_ray", {}, True),
+        ("apex_dqn_ray", {}, True),
+        ("apex_dqn_ray", {"replay_shards": 2}, False),
+    ],
+)
+def test_fragments_travel_to_a_learner_that_takes_all(monkeypatch, name, settings, fetches):
+    """To other learners, and to shards of a replay, they go by reference."""
+    script = load(name)
+    runners = object.__new__(script.RayRunners)
+    monkeypatch.setattr(script, "start_ray", lambda _: mock.Mock())
+    run = mock.Mock(env_seeds=lambda count: list(range(count)))
+    runners.start = mock.Mock(side_effect=StopIteration)
+    with pytest.raises(StopIteration):
+        runners.begin(script.Args(num_runners=2, **settings), run)
+    assert runners.fetches == fetches
+
+
+def test_batches_of_replay_shards_travel_ahead():
+    """All that are requested, when the first of them is taken."""
+    script = load("apex_dqn_ray")
+    shards = object.__new__(script.ReplayShards)
+    shards.ray, shards.runners, shards.num_given, shards.asked = mock.Mock(), mock.Mock(), {0: 1, 1: 1}, script.deque()
+    shards.shards = {index: mock.Mock() for index in (0, 1)}
+    shards.hear = lambda *_: (True, (7, np.zeros(3)))
+    shards.draw(1)
+    ((pending,), how) = shards.ray.wait.call_args
+    assert len(pending) == 4 and how == {"num_returns": 4, "timeout": 0}
+
+
 def test_a_runner_is_asked_for_as_many_fragments_as_a_batch_may_take_from_it():
     """Of three fragments a batch and two runners, another one before the learner comes; else a runner would idle."""
     script = load("impala_ray")

@@ -27,7 +27,16 @@ OWN_HELP |= {"ent_coef", "vf_coef", "num_learners", "bf16", "policy_frequency", 
 CHANGED = {"Args", "train", "make_learner", "make_gradient"}
 # Compiled twins alone have these, the same text in all of them: to compile with one set of options, and to refuse what
 # compiled code would ignore
-OF_TWINS = {"compiled", "check_adam", "is_own", "attributes_of", "length", "readings", "refuse_changes"}
+OF_TWINS = {
+    "compiled",
+    "with_own_code",
+    "check_adam",
+    "is_own",
+    "attributes_of",
+    "length",
+    "readings",
+    "refuse_changes",
+}
 OF_TWINS |= {"tensors_only", "check_equal", "check_places", "is_set", "steps_differ"}
 OF_STACKED = {"check_stack", "Stack", "transposed", "is_called_by_library"}  # in twins whose critics are stacked
 OF_SENT = {"Folders", "find_libraries"}  # in twins whose functions are sent to other processes

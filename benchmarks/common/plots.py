@@ -88,12 +88,7 @@ def draw_curve(
 
 
 def draw_bars(
-    axis,
-    names: list[str],
-    values: list[float],
-    errors: list[tuple[float, float]],
-    form: str = ",.0f",
-    prefixes: list[str] | None = None,
+    axis, names: list[str], values: list[float], errors: list[tuple[float, float]], form: str = ",.0f"
 ) -> None:
     """Horizontal bars, one per variant, the first on top, with error bars (low, high) and the value beside each."""
     place = np.arange(len(names))
@@ -101,8 +96,7 @@ def draw_bars(
     axis.barh(place, values, color=[colour(name) for name in names], height=0.65)
     axis.errorbar(values, place, xerr=distance, fmt="none", ecolor="#333333", elinewidth=1, capsize=2.5)
     for i, value in enumerate(values):
-        text = (prefixes[i] if prefixes else "") + f"{value:{form}}"
-        axis.annotate(text, (errors[i][1], i), xytext=(5, 0), textcoords="offset points", va="center")
+        axis.annotate(f"{value:{form}}", (errors[i][1], i), xytext=(5, 0), textcoords="offset points", va="center")
     axis.set_yticks(place, [label(name) for name in names])
     axis.invert_yaxis()
     axis.margins(x=0.15)

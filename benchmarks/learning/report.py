@@ -397,8 +397,8 @@ def listing(title: str, items: list[str]) -> list[str]:
     return [f"## {title}", "", *[f"- {item}" for item in items], ""] if items else []
 
 
-def markdown(report: dict) -> str:
-    """The report as Markdown."""
+def markdown(report: dict, by_seconds: bool = True) -> str:
+    """The report as Markdown; its scores on the way also by seconds, if these measure speed."""
     rows, header = report["rows"], ["script", "environment", "variant", "seeds", "steps", "return: IQM [95 %]"]
     header += ["mean ± std", "CleanRL", "verdict", "steps/s", "minutes"]
     lines = ["# Report", "", INTRODUCTION, "", *table(header, [score_cells(row) for row in rows]), ""]
@@ -410,7 +410,7 @@ def markdown(report: dict) -> str:
         header, cells = header[:6], [common_cells(row) for row in rows if "common_scores" in row]
         lines += ["## At the same number of steps", "", "Each run as it was when the shortest one ended.", ""]
         lines += [*table(header, cells), ""]
-    lines += milestone_tables(rows)
+    lines += milestone_tables(rows, by_seconds=by_seconds)
     lines += listing("Left out", [f"{row['script']}, {x['run']}: {x['why']}" for row in rows for x in row["left_out"]])
     names = [(f"{row['script']}, {row['env_id']}, {row['variant']}", row["notes"]) for row in rows]
     lines += listing("Notes", [f"{name}: {note}" for name, notes in names for note in notes])
@@ -481,10 +481,10 @@ def refuse_fewer_runs(path: Path, rows: list[dict]) -> None:
         fail(f"{path} has {'; '.join(more)}: give another --out, or move it away")
 
 
-def write_summary(out: Path) -> str:
+def write_summary(out: Path, by_seconds: bool = True) -> str:
     """Make `report.md`, and `learning_curves.png` if the curves are there, of a report's data; returns the Markdown."""
     report, curves = json.loads((out / "report.json").read_text()), out / "curves.json.gz"
-    text = markdown(report)
+    text = markdown(report, by_seconds)
     (out / "report.md").write_text(text)
     if curves.exists() and (panels := unpack_curves(curves.read_bytes())):
         draw_curves(panels, read_reference(), out / "learning_curves.png")

@@ -186,7 +186,8 @@ def extrapolate(settings: dict, sizes: list[dict], runners: int = 1000) -> str:
         f"could take {rates(most)}: those of some {float(f'{most / each:.2g}'):,.0f} such runners. "
         f"{runners:,} runners would bring {rates(runners * each)}, "
         f"{runners * each / most:.0%} of what one learner can take. Assumed: runners as fast as with {nodes} nodes, "
-        f"rows of {ROW_BYTES} bytes, one pass over each batch; more passes cost so many times more. In what a step "
+        f"rows of {ROW_BYTES} bytes, one pass over each batch (more passes cost so many times more), and that to "
+        "receive fragments costs the learner nothing, neither Ray's calls nor the network. In what a step "
         f"cost the learner, the sizes differ: {min(costs):.1f} to {max(costs):.1f} us. So take this for an order of "
         "magnitude. Beyond that, several learners (`--num-learners`) share the rows."
     )
@@ -196,7 +197,7 @@ def results_table(result: dict) -> list[str]:
     """Lines of Markdown: a row for each way to step the environments of one node, and for each number of nodes."""
     one, sizes = result["node"], result["sizes"]
     base = max((x["steps_per_second"] for x in one if x["name"].startswith("lock-step")), default=None)
-    rows, first = [], sizes[0]["steps_per_second"] / sizes[0]["nodes"]
+    rows, first = [], sizes[0]["steps_per_second"] / sizes[0]["nodes"] if sizes else None
     for x in (*one, *sizes):
         rate = x["steps_per_second"]
         name = x["name"].replace("first-ready", way_of(result["settings"]["script"]))  # older results call it so
@@ -208,7 +209,7 @@ def results_table(result: dict) -> list[str]:
         "steps/s",
         "model, steps/s",
         "of the model",
-        "of lock-step",
+        "of the faster lock-step",
         "of linear",
         "age of the oldest rows, updates",
         "rows left out as too old",
@@ -230,7 +231,7 @@ def write_summary(out: Path) -> str:
             plots.describe_axis(axis, f"sleeping simulators, {title}", "environment steps/s", "")
             axis.legend()
     lines = ["# Slow simulators, on one node and on many", "", "![steps per second](scaling.png)", ""]
-    told = [f"{TALK}, tells of {TOLD}.", "", extrapolate(result["settings"], sizes)]
+    told = [f"{TALK}, tells of {TOLD}.", "", extrapolate(result["settings"], sizes) if sizes else "Unfinished."]
     text = "\n".join([*lines, *results_table(result), "", *told, "", f"Measured {describe(result['provenance'])}", ""])
     (out / "scaling.md").write_text(text)
     return text
