@@ -324,6 +324,7 @@ def test_resumed_run_goes_on_with_its_tensorboard_events(train, monkeypatch, tmp
     monkeypatch.setattr(script.Run, "save", keep_first)
     run = train("ppo_continuous_action", tensorboard=True, checkpoint_every=120)
     first.rename(run.run_dir / "checkpoint.pt")
+    time.sleep(1.01)  # TensorBoard reads files in the order of names, which hold the second, and then a count: 10 < 9
     resumed = helpers.resume("ppo_continuous_action", run.run_dir)
     assert resumed.steps() != run.steps()
     assert [step for step, _ in events(run.run_dir)["charts/SPS"]] == resumed.steps()
