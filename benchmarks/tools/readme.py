@@ -496,8 +496,8 @@ def pooled(summaries: list[dict]) -> list[dict]:
 
 # Reports whose seconds measure no speed, as other work ran beside their runs: "Notes on these" in RESULTS.md
 BUSY = (
-    "actor_critics_breakout", "off_policy_200k", "off_policy_200k_cascade_lake", "off_policy_hopper_pendulum",
-    "off_policy_million_zen_4", "ppo_eight_envs", "ppo_ray_half_cheetah", "sac_50k",
+    "actor_critics_breakout", "dqn", "off_policy_200k", "off_policy_200k_cascade_lake", "off_policy_hopper_pendulum",
+    "off_policy_million_zen_4", "ppo", "ppo_eight_envs", "ppo_ray_half_cheetah", "sac_50k",
 )  # fmt: skip
 
 
