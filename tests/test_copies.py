@@ -1430,7 +1430,7 @@ def test_an_adam_with_nothing_to_learn_is_refused(capsys, module):
 
 @pytest.mark.parametrize("name", ["sac_continuous_action", "td3_continuous_action"])
 def test_batch_norm_in_the_actor_is_refused(copy, train_copy, capsys, name):
-    layers = "            nn.Linear(obs_dim, 256), nn.ReLU(),\n"
+    layers = "            nn.Linear(obs_dim, 256), nn.ReLU(inplace=True),\n"
     change = layers, layers.replace("256),", "256), nn.BatchNorm1d(256),")
     with pytest.raises(SystemExit) as end:
         train_copy(copy(name, change), name)
