@@ -694,22 +694,23 @@ def test_first_actions_are_uniform_within_the_bounds(train, name):
 
 
 @pytest.mark.parametrize("name", ["dqn", "sac_continuous_action_torchcompile", "td3_continuous_action"])
-def test_a_process_gets_back_what_a_run_has_set_for_all_of_it(tmp_path, name):
+def test_a_process_gets_back_what_a_run_has_set_for_all_of_it(tmp_path, monkeypatch, name):
     """In a notebook, the next run computes as if it were the first; SAC takes as many threads as it was given."""
 
     def found() -> tuple:
         return torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
 
     before = found()
+    monkeypatch.setattr(load(name), "num_cores", lambda: 2)  # SAC and TD3 take as many threads, DQN one
     try:
-        torch.set_num_threads(2)
+        torch.set_num_threads(3)
         torch.set_float32_matmul_precision("medium")
         torch.backends.cudnn.allow_tf32 = False
         overrides = {} if name == "dqn" else {"matmul_precision": "high"}
         overrides |= {"compile": False} if "torchcompile" in name else {}
         settings = helpers.settings_of(name.removesuffix("_torchcompile"), overrides)
         load(name).train(load(name).Args(**settings, device="cpu", tensorboard=False, run_dir=str(tmp_path / "run")))
-        assert found() == (2, "medium", False)
+        assert found() == (3, "medium", False)
     finally:
         torch.set_num_threads(before[0])
         torch.set_float32_matmul_precision(before[1])
