@@ -893,13 +893,6 @@ def numpy_mlp(net: nn.Sequential):
     return forward
 
 
-@torch.no_grad()
-def outputs_of(module: nn.Module, *inputs: Tensor):
-    """What a module computes, without the changes that it would make to its buffers, such as statistics."""
-    buffers = {name: x.clone() for name, x in module.named_buffers()}
-    return torch.func.functional_call(module, buffers, inputs)
-
-
 def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> None:
     """Fail unless acting and learning give the same outputs (B, ...), but for rounding, at observations (B, O)."""
     acted = torch.as_tensor(acted).detach().numpy()

@@ -136,7 +136,7 @@ class Actor(nn.Module):
         self.register_buffer("center", (high + low) / 2)
         self.register_buffer("scale", (high - low) / 2)
         hidden = RoundedLinear if bf16 else nn.Linear
-        # In place: a tenth of an eager step less. Not for an input that is used again, as in a residual block
+        # In place: no new tensor for each layer. Not for an input that is used again, as in a residual block
         self.net = nn.Sequential(
             nn.Linear(obs_dim, 256), nn.ReLU(inplace=True),
             hidden(256, 256), nn.ReLU(inplace=True),
@@ -172,7 +172,7 @@ class Critic(nn.Module):
     def __init__(self, obs_dim: int, action_dim: int, bf16: bool = False):
         super().__init__()
         hidden = RoundedLinear if bf16 else nn.Linear
-        # In place: a tenth of an eager step less. Not for an input that is used again, as in a residual block
+        # In place: no new tensor for each layer. Not for an input that is used again, as in a residual block
         self.net = nn.Sequential(
             nn.Linear(obs_dim + action_dim, 256), nn.ReLU(inplace=True),
             hidden(256, 256), nn.ReLU(inplace=True),
