@@ -24,7 +24,7 @@ the probabilities of the actions. The learner (this process) takes a gradient st
 corrects for the policy's age. With --num-runners 0, everything runs in this process, reproducibly and without Ray.
 
 Departures from the paper: Adam, not RMSProp; means, not sums; no LSTM; a gradient step, with V-trace, for each stretch;
-a runner's weights are those of its request, a fragment before it begins; a truncated episode bootstraps from its last
+a fragment's weights are those at its request, a fragment before it begins; a truncated episode bootstraps from its last
 observation's value; a reset takes one step, and its row is masked.
 
 Reading order: settings, networks, formulas; `Runner`, `make_learner`, and `train`, which joins them. Then plumbing.
@@ -83,7 +83,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
-    override: tuple[str, ...] = ()  # with --resume: change a setting, NAME=VALUE; a wrong NAME lists what may change
+    override: tuple[str, ...] = ()  # with --resume: change settings, NAME=VALUE; an unknown NAME lists those allowed
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 10_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
@@ -93,7 +93,7 @@ class Args:
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete or Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: mostly EnvPool's for several (docs/ppo.md)
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool's if several, mostly (docs/ppo.md)
     async_envs: bool = False  # runners step Gymnasium environments in worker processes: pays if steps take milliseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps in the whole run, rounded up to whole batches
@@ -108,8 +108,8 @@ class Args:
     cpus_per_learner: float = 1.0  # CPU cores that Ray reserves per learner, except for this process
     gpus_per_learner: float = 0.0  # GPUs per learner, except for this process, which uses --device
     ray_address: str | None = None  # cluster to join: auto (the one on this machine) or HOST:PORT; default: start one
-    runner_restarts: int = 50  # dead runners are replaced, up to this times --num-runners in a run; one more ends it
-    fragment_timeout: float = 300.0  # a runner silent for so many seconds is replaced; a learner, or all: the run ends
+    runner_restarts: int = 50  # dead runners are replaced, at most this many times --num-runners; one more ends the run
+    fragment_timeout: float = 300.0  # a runner silent for this long is replaced; if all are, or a learner, the run ends
 
     # IMPALA
     fragment_steps: int = 32  # steps of each environment in a fragment
@@ -123,7 +123,7 @@ class Args:
     c_bar: float = 1.0  # upper bound on the importance weight that continues a trace
     ent_coef: float = 0.001  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
-    max_grad_norm: float = 0.5  # the gradient is scaled down to this norm, if it is longer
+    max_grad_norm: float = 0.5  # gradients with a larger norm are scaled down to this one
 
     # compile: two switches, so that the gain of each can be measured alone
     compile: bool = True  # fuse the operations of an update, from V-trace to Adam, into a few kernels
@@ -387,7 +387,7 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
     # compile: an update becomes one CUDA graph: its first two calls run normally, the third records, later calls replay
     if args.cudagraphs and device.type == "cuda":
         functions = [CudaGraphModule(function, warmup=3) for function in functions]
-    # compile: compiled code and graphs keep the numbers they read. If one changes, the run ends, with --no-compile too
+    # compile: compiled code and graphs keep the numbers they read. If one changes, the run ends, even with --no-compile
     functions = [refuse_changes(function) for function in functions]
     gradient, descend, update = (*functions, update) if add_up else (gradient, descend, *functions)
     return agent, optimizer, learn
@@ -410,7 +410,7 @@ def train(args: Args) -> Path:
         if args.anneal_lr:
             optimizer.learning_rate.fill_(args.learning_rate * max(0.0, 1 - run.step / args.total_timesteps))
 
-        # Collect. The oldest finished fragments. Up to two are requested of each runner, which makes them in turn
+        # Collect. Take the oldest finished fragments. Each runner owes up to two, and works on one at a time
         _reports, fragments = runners.collect(args.batch_fragments, args.num_learners)
 
         # Learn. `batch_updates` steps; the first fragments are this learner's
@@ -439,7 +439,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return policy
 
 
-# ---- Plumbing: what the algorithm is built on, nearly all the same text in every script that has it ---------------
+# ---- Plumbing: what the algorithm is built on, nearly the same text in every script -------------------------------
 
 
 class EpisodeStatistics:
@@ -463,8 +463,8 @@ class EpisodeStatistics:
 class Adam(nn.Module):
     """Adam (Kingma & Ba 2015, algorithm 1): PyTorch's fused kernel, without the bookkeeping of torch.optim around it.
 
-    For small networks that bookkeeping takes longer than the kernel. Compiled code, which can use neither, takes the
-    formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state, the
+    For small networks that bookkeeping takes longer than the kernel. Compiled code can use neither: it evaluates the
+    formula for all weights as one vector (P,), which becomes a single loop. All changing state, the
     learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value. Gradients
     are handed to `step` and not kept in `.grad`: use `clip` of ppo.py; `clip_grad_norm_` would do nothing, nor would an
     optimizer of torch.optim. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`. To
@@ -478,7 +478,7 @@ class Adam(nn.Module):
         self.weights = [weight for weight in weights if weight.requires_grad]
         self.frozen = [weight for weight in weights if not weight.requires_grad]
         if not self.weights:
-            fail("an Adam was made of a module that has no weights which learn: are all frozen?")
+            fail("this Adam got a module without weights to learn: are all of them frozen?")
         self.sizes = [w.numel() for w in self.weights]
         zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
         self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate, dtype=torch.float))
@@ -494,17 +494,24 @@ class Adam(nn.Module):
         views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
         self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
 
+    def __setattr__(self, name: str, value) -> None:
+        """Also lets `optimizer.learning_rate = 1e-3` fill the tensor, which compiled code reads."""
+        if name == "learning_rate" and not isinstance(value, Tensor):
+            self.learning_rate.fill_(value)
+        else:
+            super().__setattr__(name, value)
+
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
-        """For loops of your own that call `backward`, which adds to `.grad`, and hand `.grad` to `step`."""
+        """Clear `.grad`, for loops of your own that call `backward` and pass `.grad` to `step`."""
         for weight in self.weights:
             weight.grad = None
 
     def state_dict(self, **settings) -> dict:
-        """The state for a checkpoint; SystemExit(2) if frozen weights are to learn now, as no step changes them."""
+        """The state for a checkpoint; SystemExit(2) if weights frozen at first require gradients now."""
         if any(weight.requires_grad for weight in self.frozen):
             fail("weights that were frozen when their Adam was made can't learn later")
         if not self.steps and self.beta_factors.tolist() != self.beta_factors.new_tensor(self.betas).tolist():
-            fail("the `betas` of an Adam were changed, but its formula has the old ones: hand them to it, `betas=...`")
+            fail("`betas` of an Adam changed after it was made, which its formula ignores: pass `betas=...` to Adam")
         return super().state_dict(**settings)
 
     def load_state_dict(self, state: dict) -> None:
@@ -517,9 +524,9 @@ class Adam(nn.Module):
 
     @torch.no_grad()
     def step(self, gradients: tuple[Tensor, ...]) -> None:
-        """Change the weights in place, down their gradients."""
+        """One step of Adam: change the weights in place."""
         self.steps.add_(1)
-        self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would recompute a power every few weights
+        self.beta_powers.mul_(self.beta_factors)  # multiplied: a fused loop would recompute `pow` every few weights
         (self.by_formula if torch.compiler.is_compiling() else self.by_kernel)(gradients, *self.betas)
 
     def by_kernel(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
@@ -530,7 +537,7 @@ class Adam(nn.Module):
         torch._fused_adam_(
             self.weights, gradients, self.exp_avgs, self.exp_avg_sqs, [], [self.steps] * len(gradients),
             lr=self.learning_rate, beta1=beta1, beta2=beta2, eps=self.eps,
-            weight_decay=0, amsgrad=False, maximize=False,  # a decay would be Adam's, L2, and not AdamW's
+            weight_decay=0, amsgrad=False, maximize=False,  # here a decay is L2, unlike AdamW's
         )  # fmt: skip
 
     def by_formula(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
@@ -545,7 +552,7 @@ class Adam(nn.Module):
 
 
 def compiled(device: torch.device, *functions, **more_options):
-    """The functions, each compiled into one graph, gradients included; SystemExit(2) where nothing can be compiled.
+    """Compile each function into one graph, gradients included; SystemExit(2) if this machine can't compile.
 
     With a graph break at the gradient, PPO has two thirds of the speed. On a CPU, kernels are launched from C++, not
     Python, random numbers come from PyTorch's own kernels, and the test for AVX support of the C++ compiler is skipped:
@@ -572,13 +579,13 @@ def compiled(device: torch.device, *functions, **more_options):
     options |= {"unroll_reductions_threshold": 1} if device.type == "cpu" else for_cuda
     options |= {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe} | more_options
     made = [torch.compile(f, fullgraph=True, dynamic=False, options=options.copy()) for f in functions]
-    return [tensors_only(function, is_compiled=True) for function in made]
+    return [refuse_changes(function) for function in made]
 
 
 def with_own_code(function):
-    """The function, or one around it, with a code object of its own, by which compiled code is found again.
+    """The function, or a wrapper of it, with its own code object: compiled code is cached by code object.
 
-    Functions of one `def` share theirs, and torch.compile gives one to all that a decorator of PyTorch has made.
+    Functions of one `def` share theirs, and so do all functions that a decorator of PyTorch has made.
     """
     if not hasattr(function, "__code__") or hasattr(function, "__self__"):
         fail(f"{function} can't be compiled: write a function around it")
@@ -588,13 +595,13 @@ def with_own_code(function):
         def function(*inputs: Tensor):
             return decorated(*inputs)
 
-        function.__name__, function.__wrapped__ = decorated.__name__, decorated
+        function.__name__, function.unwrapped = decorated.__name__, decorated
     function.__code__ = function.__code__.replace(co_varnames=function.__code__.co_varnames)
     return function
 
 
 def check_adam() -> None:
-    """Refuse an `Adam`, or a subclass, whose formula, for compiled code, and kernel differ, as when you changed one.
+    """Refuse an `Adam`, or a subclass, if `by_formula` and `by_kernel` differ, as when you changed only one.
 
     Numbers that are 0 are raised in both, so that one of your own, such as `weight_decay`, has an effect.
     """
@@ -664,7 +671,7 @@ def attributes_of(name: str, value) -> dict[str, tuple]:
         keys = [x for x in keys if not hasattr(shared[x], "__get__") or type(shared[x]).__name__ == "member_descriptor"]
         parts |= {f"{name}.{key}": (getattr, value, key) for key in keys if hasattr(value, key)}
     if hasattr(value, "__dict__") and not isinstance(value, type):
-        is_open = is_own(value) or isinstance(value, nn.Module) or type(value).__name__ == "SimpleNamespace"
+        is_open = is_own(value) or isinstance(value, nn.Module) or type(value).__name__.endswith("Namespace")
         keys = [key for key, x in vars(value).items() if is_open or isinstance(x, bool | int | float | str)]
         parts |= {f"{name}.{key}": (dict.get, vars(value), key) for key in keys}
     return parts
@@ -680,6 +687,37 @@ def is_set(cell, _key) -> str:
     return "unset" if cell == type(cell)() else "set"
 
 
+# Attributes that are read, of modules and of an `autograd.Function`, though no code of yours names them
+OF_MODULES = {"_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks"}  # stay the same dicts
+READ_UNNAMED = {"training", "requires_grad", "forward", "backward", "setup_context", *OF_MODULES}
+
+
+def wrapped_by(value):
+    """What a wrapper of this file or of a library wraps, or None; one of your own may read numbers itself."""
+    attributes = getattr(value, "__dict__", {})
+    return attributes.get("unwrapped", None if is_own(value) else attributes.get("__wrapped__"))
+
+
+def occurs(name: str, names: set) -> bool:
+    """Whether some code names this attribute, or the container of this entry; so does each variable's own name."""
+    while name.endswith("]"):
+        name = name[: name.rindex("[")]
+    _, dot, end = name.rpartition(".")
+    return not dot or end[:2] == "__" or end in names or any(x[1:] in end for x in names if x[:1] == "*")
+
+
+def attributes_read(variable: str, value, codes: list) -> set:
+    """What code reads of a variable, such as `device` of `run`; nothing if it uses more than such attributes."""
+    import dis  # which nothing else here needs
+
+    steps, reads = [step for code in codes for step in dis.get_instructions(code)], set()
+    for i, step in enumerate(steps[1:]):
+        if steps[i].opname == "LOAD_DEREF" and steps[i].argval == variable:
+            reads.add(step.argval if step.opname in ("LOAD_ATTR", "LOAD_METHOD") else None)
+    own = {} if isinstance(value, nn.Module) else getattr(value, "__dict__", {})
+    return reads if all(x in own and not callable(own[x]) for x in reads) else set()
+
+
 def readings(name: str, value, seen: set, names: set):
     """Yield (name, how to read it, from what, by which key) for all that a function or object reaches by name.
 
@@ -689,10 +727,10 @@ def readings(name: str, value, seen: set, names: set):
     """
     if not isinstance(value, nn.Module):  # unwrap CUDA graphs, compiled functions, methods and properties
         value = value if name else getattr(value, "module", value)
-        while "__wrapped__" in getattr(value, "__dict__", {}):
-            value = value.__wrapped__
+        while inner := wrapped_by(value):
+            value = inner
         value = value.fget if isinstance(value, property) else value
-    is_function, is_module = hasattr(value, "__code__"), isinstance(value, ModuleType)
+    is_function, is_module, only = hasattr(value, "__code__"), isinstance(value, ModuleType), {}
     is_closed = isinstance(value, Tensor) or type(value).__module__.startswith("tensordict")
     if isinstance(value, Tensor) and value._backward_hooks:
         fail(f"`{name}` has a hook, which compiled code does not call: change the gradient before `Adam.step`")
@@ -717,6 +755,7 @@ def readings(name: str, value, seen: set, names: set):
             names.update(() if is_method else (f"={x}" for x in code.co_names))
         cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
         parts = {key: (getattr, cell, "cell_contents") for key, cell in cells.items() if cell != type(cell)()}
+        only = {key: attributes_read(key, cells[key].cell_contents, codes) for key in parts}
         parts |= {key: (is_set, cell, None) for key, cell in cells.items() if cell == type(cell)()}
         keys = [key for key in ("__defaults__", "__kwdefaults__") if getattr(value, key)]
         parts |= {f"{value.__name__}[{key}]": (getattr, value, key) for key in keys}
@@ -731,18 +770,28 @@ def readings(name: str, value, seen: set, names: set):
         parts = {f"{name}[{key}]": (getattr, value, key) for key in ("func", "args", "keywords")}
     elif isinstance(value, dict | list | tuple | deque | set):
         keys = value if isinstance(value, dict) else () if isinstance(value, set) else range(len(value))
-        parts = {f"the {'entries' if isinstance(value, set) else 'length'} of {name}": (length, value, None)}
+        what = "entries" if isinstance(value, set) else "length"
+        is_fixed = name.endswith(("._modules", "._parameters", "._buffers"))
+        parts = {} if is_fixed else {f"the {what} of {name}": (length, value, None)}
         parts |= {f"{name}[{key!r}]": (type(value).__getitem__, value, key) for key in keys}
     else:
         parts = attributes_of(name, value)
-        layers = [x for x in type(value).__mro__ if issubclass(x, nn.Module) and not is_own(x)]
-        if len(layers) > 1:  # a library's layer: it reads attributes that no code here names
-            names.update(key for key, x in vars(value).items() if isinstance(x, bool | int | float | str))
+        kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
+        # What is derived from a library's class, that library may read without a name in code of yours
+        if any(x not in (object, nn.Module) and not is_own(x) for x in kinds):
+            names.update(key for x in kinds if is_own(x) for key in vars(x))
+            own = getattr(value, "__dict__", {}).items()
+            names.update(key for key, x in own if isinstance(x, bool | int | float | str))
     seen.update([] if is_module else [id(value)])  # other code may name other parts of a module
-    for key, (read, *source) in parts.items():
+    for key, (read, *source) in [x for x in parts.items() if occurs(x[0], names)]:
         part = read(*source)
-        yield from () if isinstance(part, ModuleType) else [(key, read, *source)]  # modules stay
-        yield from readings(key, part, seen, names)
+        stays = isinstance(part, ModuleType) or (isinstance(part, dict) and key.rpartition(".")[2] in OF_MODULES)
+        yield from () if stays else [(key, read, *source)]
+        if not only.get(key):
+            yield from readings(key, part, seen, names)
+        for attribute in only.get(key) or ():
+            yield f"{key}.{attribute}", dict.get, vars(part), attribute
+            yield from readings(f"{key}.{attribute}", vars(part)[attribute], seen, names)
 
 
 def refuse_changes(function):
@@ -751,19 +800,20 @@ def refuse_changes(function):
     Compiled code and CUDA graphs keep the values that they first read and would silently ignore a change. So a change
     ends the program, with its name and exit code 2, compiled or not. Tensors may change in place. The first 100 calls
     check everything, each later one an eighth, in a few microseconds: a change that lasts is found within 15 calls. The
-    order is random, as else one for every 800th call alone might always meet the same eighth.
+    order is random, as else one for every 800th call alone might always meet the same eighth. Within another function
+    that is checked, which has just looked at the same numbers, only every eighth of the later calls does so.
     """
+    if hasattr(function, "refuses_changes"):
+        return function
     call, parts, number, order, draws = tensors_only(function), [], 0, [], random.Random(0)
 
-    def checked(*inputs):
+    def checked(*inputs, **named):
         nonlocal number
         if not parts:
-            names = {"training", "requires_grad"}
-            found = list(readings("", function, set(), names))  # only attributes that some code names
-            any_of = [x[1:] for x in names if x[:1] == "*"]
-            ends = {x[0]: x[0].rpartition(".")[2] for x in found if "." in x[0] and x[0][-1] != "]"}
-            named = {x for x, end in ends.items() if end in names or any(text in end for text in any_of)}
-            found = [x for x in found if x[0] not in ends or x[0] in named]
+            names, before, found = {*READ_UNNAMED}, set(), []
+            while names != before:  # only attributes that some code names, of which more is found with each name
+                before = {*names}
+                found = list(readings("", function, set(), names))
             found_names, values = [x[0] for x in found], [read(*source) for _, read, *source in found]
             check_equal(found_names, values, values)
             check_places(found_names, values, is_graph=hasattr(function, "module"))
@@ -774,44 +824,43 @@ def refuse_changes(function):
                 parts.append(([x[0] for same in by_how for x in same], groups, first, [*map(id, first)]))
         if number >= 100 and not order:
             order[:] = draws.sample(range(8), 8)
-        for found_names, groups, first, ids in parts if number < 100 else [parts[order.pop()]]:
+        is_rare = CHECKED and number % 8
+        for found_names, groups, first, ids in parts if number < 100 else [] if is_rare else [parts[order.pop()]]:
             try:
                 now = [x for group in groups for x in map(*group)]
             except (AttributeError, LookupError, ValueError) as error:  # the last of a variable that was deleted
-                fail(f"what this read when it was compiled is not there any more: {error!r}")
+                fail(f"something that compiled code read first no longer exists: {error!r}")
             if [*map(id, now)] != ids:
                 check_equal(found_names, first, now)
         number += 1
         CHECKED.append(function)
         try:
-            return call(*inputs)
+            return call(*inputs, **named)
         finally:
             CHECKED.pop()
 
-    checked.__wrapped__ = function
+    checked.unwrapped, checked.refuses_changes = function, True
     return checked
 
 
 CHECKED = []  # functions of `refuse_changes` that are running
 
 
-def tensors_only(function, is_compiled: bool = False):
-    """Wrap a compiled function or graph: SystemExit(2) for an argument that is no tensor, since compiled code would
-    keep the first one, outside of `refuse_changes`, and for code that can't be compiled, or for too many shapes.
+def tensors_only(function):
+    """Wrap a compiled function or graph; SystemExit(2) for code that can't be compiled, for too many shapes, and for an
+    argument that is no tensor: compiled code would keep its first value, unseen by `refuse_changes`.
     """
 
-    def checked(*inputs):
-        if not all(isinstance(x, Tensor) for x in inputs):
-            i, x = next((i, x) for i, x in enumerate(inputs, 1) if not isinstance(x, Tensor))
-            what = f"argument {i}, {x!r}, of `{checked.__name__}`"
-            fail(f"{what} is no tensor: compiled code would keep the first one; make it a tensor")
-        if is_compiled and not CHECKED:
-            fail(f"`{checked.__name__}` is compiled, but no `refuse_changes` around it looks for numbers that change")
+    def checked(*inputs, **named):
+        if named or not all(isinstance(x, Tensor) for x in inputs):
+            others = [f"{name}=..." for name in named] + [type(x).__name__ for x in inputs if not isinstance(x, Tensor)]
+            what = f"`{checked.__name__}` takes tensors alone, by position, not `{others[0]}`"
+            fail(f"{what}: compiled code would keep a first number; hand tensors over one by one, as by `*batch`")
         try:
             return function(*inputs)
         except torch._dynamo.exc.FailOnRecompileLimitHit:
-            limit = f"{torch._dynamo.config.recompile_limit} shapes of its inputs, the most there can be"
-            fail(f"`{checked.__name__}` was compiled for {limit}: keep shapes, mask rows")
+            limit = f"{torch._dynamo.config.recompile_limit} shapes of its inputs, the limit"
+            fail(f"`{checked.__name__}` was compiled for {limit}: keep shapes fixed, mask rows")
         except torch._dynamo.exc.TorchDynamoException as error:
             reason, *lines = str(error).replace("raised:\n", "raised: ").splitlines()
             handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
@@ -829,12 +878,12 @@ def tensors_only(function, is_compiled: bool = False):
             hints += ["--no-compile does without"]
             fail(f"this can't be compiled: {'; '.join([reason, *cause, *place, *hints])}")
 
-    checked.__wrapped__, checked.__name__ = function, getattr(function, "__name__", "a compiled function")
+    checked.unwrapped, checked.__name__ = function, getattr(function, "__name__", "a compiled function")
     return checked
 
 
 def check_places(names: list[str], values: list, is_graph: bool) -> None:
-    """SystemExit(2) for a number on the CPU that a graph of another device reads: it would keep the first one."""
+    """SystemExit(2) for a scalar on the CPU that a CUDA graph reads: the graph would keep its first value."""
     tensors = [(name, x) for name, x in zip(names, values, strict=True) if isinstance(x, Tensor)]
     on_host = [name for name, x in tensors if x.ndim == 0 and x.device.type == "cpu"]
     if is_graph and on_host and len({x.device.type for _, x in tensors}) > 1:
@@ -842,7 +891,7 @@ def check_places(names: list[str], values: list, is_graph: bool) -> None:
 
 
 def check_equal(names: list[str], first: list, now: list) -> None:
-    """SystemExit(2) with the name of the first number that differs, or thing that is another object, or a generator."""
+    """SystemExit(2) naming the first number that changed, object that was replaced, or generator of numbers."""
     generators = random.Random | np.random.Generator | np.random.RandomState | np.ndarray
     for name, old, new in zip(names, first, now, strict=True):
         if hasattr(old, "__next__") or isinstance(old, generators):
@@ -855,16 +904,16 @@ def check_equal(names: list[str], first: list, now: list) -> None:
             advice = "make it a tensor on the learner's device and change it in place, like `optimizer.learning_rate`"
             advice += "; to Ray's runners, send it by `publish`" * ("ray" in sys.modules)
             if name.endswith("training"):
-                advice = "a copy of the module, by deepcopy, can be in the other mode all the time"
+                advice = "keep a deepcopy of the module in the other mode instead"
             if name.endswith("requires_grad"):
                 advice = "freeze it before its Adam is made, for the whole run"
             if old == "unset":
                 advice = "it must have a value from the first call on"
             if name.startswith(("the length of", "the entries of")):
                 advice = "all entries must be there from the first call on"
-            fail(f"`{name}` was {old} when this was compiled and is {new} now: {advice}")
+            fail(f"`{name}` was {old} at the first call and is {new} now: {advice}")
         if not is_number and new is not old:
-            fail(f"`{name}` is another {type(old).__name__} than when this was compiled: change it in place")
+            fail(f"`{name}` is no longer the {type(old).__name__} of the first call: change it in place")
 
 
 def numpy_mlp(net: nn.Sequential):
@@ -884,7 +933,7 @@ def numpy_mlp(net: nn.Sequential):
 
     def forward(x: np.ndarray) -> np.ndarray:
         if next(calls) % 256 == 0 and [x.data_ptr() for x in net.parameters()] != places:
-            fail("weights of the policy that acts were put into another tensor: change them in place, as by `copy_`")
+            fail("weights of the acting policy were replaced by other tensors: change them in place, with `copy_`")
         for (weight, bias), activation in zip(hidden, activations, strict=True):
             x = activation(x.dot(weight) + bias)  # of arrays this small, `@` takes half a microsecond more
         return x.dot(last_weight) + last_bias
@@ -892,7 +941,7 @@ def numpy_mlp(net: nn.Sequential):
     return forward
 
 
-def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> None:
+def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray, check: str = "check_same") -> None:
     """Fail unless acting and learning give the same outputs (B, ...), but for rounding, at observations (B, O)."""
     acted = torch.as_tensor(acted).detach().numpy()
     learnt = np.broadcast_to(learnt.detach().cpu().numpy(), acted.shape)
@@ -901,9 +950,10 @@ def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> N
     largest = np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)
     scale = 1 + largest + 0.01 * np.abs(obs).max(axis=1)  # of each row; large observations are rounded, too
     if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
-        hint = "`numpy_mlp` leaves out a part of `forward`, such as a number that has changed; `forward` is random, as "
-        hint += "with Dropout, looks at a whole batch, or changes its buffers, as with `spectral_norm`; or actions have"
-        hint += " another `log_prob`, or are changed after they are drawn"
+        hint = "`numpy_mlp` lacks a part of `forward`, such as a number that has changed; or `forward` is random "
+        hint += "(Dropout), looks at a whole batch, or changes its buffers (`spectral_norm`); or actions have another "
+        hint += "`log_prob`, or are changed after they are drawn. If both are right, as may be with another "
+        hint += f"distribution or with observations unlike those tried, change `{check}` or leave it out"
         fail(f"the policy that acts differs from the one that learns: {hint}")
 
 
@@ -935,15 +985,17 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
         acted, learnt = np.concatenate([acting(obs[:1]), acting(obs[1:])]), learning(torch.from_numpy(obs))
         sizes = acted.shape[1:], tuple(learnt.shape[1 - acted.ndim :])
         if sizes[0] and sizes[0] != sizes[1]:
-            shapes = "the policy that acts gives outputs of shape {}, the one that learns {}".format(*sizes)
-            fail(f"{shapes}: does `forward` compute more?")
+            shapes = (
+                f"the policy that acts has outputs of shape {sizes[0]}, the one that learns {tuple(learnt.shape[1:])}"
+            )
+            fail(f"{shapes}: does `forward` compute more? Then let the whole network act")
         if len(sizes[0]) > 1:
-            fail(f"the policy that acts gives outputs of shape {sizes[0]} for an observation: make them one per action")
-        check_same(acted, learnt, obs)
+            fail(f"the policy that acts gives outputs of shape {sizes[0]} per observation: flatten them to (A,)")
+        check_same(acted, learnt, obs, check="check_policy")  # which tries random observations
     except (ValueError, IndexError) as error:  # such as BatchNorm's for a single row
-        hint = "; does `forward` do more than the layers that `numpy_mlp` has?"
+        hint = "; does `forward` do more than the layers that `numpy_mlp` has? Then let the whole network act"
         if isinstance(error, IndexError):
-            hint = " (at random observations; if it never sees such ones, leave `check_policy` out)"
+            hint = " (at random observations; if real ones are safe, leave out `check_policy`)"
         fail(f"the policy can't act: {error}{hint}")
     finally:
         torch._foreach_copy_(state, first)
@@ -990,7 +1042,7 @@ def say(text: str) -> None:
 def named(names: tuple[str, ...], values: Tensor) -> dict[str, float]:
     """Metrics by name, one for each value."""
     if not len(names) == len(set(names)) == len(values):
-        fail(f"an update gives {len(values)} metrics for {len(names)} names, {len(set(names))} different, of METRICS")
+        fail(f"{len(values)} metrics for {len(names)} names, {len(set(names))} of them distinct: compare METRICS")
     return dict(zip(names, values.tolist(), strict=True))
 
 
@@ -1006,6 +1058,9 @@ def num_cores() -> int:
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
     """The library that makes the environments; SystemExit(2) with similar ids if none knows the id."""
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
+    spec = gym.registry.get(env_id)
+    if str(getattr(spec, "entry_point", "")).startswith("__main__:"):  # which worker processes do not import
+        spec.entry_point = gym.envs.registration.load_env_creator(spec.entry_point)
     libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"][: 2 - (":" in env_id)], []
     for library in libraries if in_process else reversed(libraries):
         # EnvPool takes half a second to import
@@ -1039,7 +1094,7 @@ def end_with_parent() -> None:
 def become_worker(seed: int) -> None:
     """In a worker process: end soon after the parent, leave signals to it, and draw random numbers of its own."""
     random.seed(seed)
-    np.random.seed(seed)  # of which all workers would else inherit the same state
+    np.random.seed(seed)  # otherwise all workers would inherit one state
     threading.Thread(target=end_with_parent, daemon=True).start()
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
@@ -1059,9 +1114,9 @@ def wrap(env: gym.Env) -> gym.Env:
 
 
 def refuse_floats(obs):
-    """A ValueError for floats by a space of integers, such as pixels over 255: to store them would round them off."""
+    """ValueError for floats in a space of integers, such as pixels / 255: storing them would round them off."""
     if np.asarray(obs).dtype.kind == "f":
-        raise ValueError("observations are floats, by a space of integers: a wrapper must tell its own space")
+        raise ValueError("observations are floats, but the space has integers: a wrapper must set its own space")
     return obs
 
 
@@ -1079,7 +1134,7 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
             raise ValueError(f"{what}: normalize as ppo_continuous_action.py does")
         layer = layer.env
     if not env.observation_space.is_np_flattenable:
-        raise ValueError(f"observations are {env.observation_space}, of which there is no vector")
+        raise ValueError(f"observations are {env.observation_space}, which can't be flattened")
     if isinstance(env.observation_space, gym.spaces.Box) and env.observation_space.dtype.kind in "iu":
         env = gym.wrappers.TransformObservation(env, refuse_floats, env.observation_space)
     is_flat = isinstance(env.observation_space, gym.spaces.Box) and len(env.observation_space.shape) == 1
@@ -1092,7 +1147,7 @@ def changes_envs(env_id: str) -> bool:
     Tries the first two on an empty environment.
     """
     if getattr(getattr(wrap, "__code__", None), "co_code", None) != (lambda env: env).__code__.co_code:
-        return True  # even if it leaves the empty one alone
+        return True  # even if it does not wrap the one below
     if spec := gym.registry.get(env_id):  # which may have been registered anew, or changed
         source, steps = spec.entry_point, importlib.import_module("envpool").make_spec(env_id).config.max_episode_steps
         is_own = not getattr(source, "__module__", source).startswith("gymnasium.")
@@ -1112,7 +1167,7 @@ def changes_envs(env_id: str) -> bool:
 
 
 class SyncEnvs:
-    """Environments stepped in turn in this process; for a single one, a step takes 14 us less than in SyncVectorEnv."""
+    """Environments stepped one by one in this process; with just one, 14 us a step faster than SyncVectorEnv."""
 
     def __init__(self, env_fns: list):
         self.envs, self.done = [env_fn() for env_fn in env_fns], np.zeros(len(env_fns), dtype=bool)
@@ -1150,7 +1205,7 @@ class SyncEnvs:
 
 
 def check_portable(error: BaseException) -> None:
-    """Raise a RuntimeError in place of an error that can't be sent to the parent, which would wait for it for ever."""
+    """Raise a RuntimeError in place of an error that can't be sent to the parent, or the parent waits forever."""
     try:
         if isinstance(error, SystemExit):  # Gymnasium's worker does not send it
             raise TypeError
@@ -1161,17 +1216,17 @@ def check_portable(error: BaseException) -> None:
 
 
 class WorkerEnv(gym.Wrapper):
-    """An environment in a worker process. It refuses observations of a wrong shape; of an `info`, numbers are kept.
+    """An environment in a worker process. Refuses observations of a wrong shape, keeps numbers of `info`.
 
-    Else, in the arrays of all environments, a single number would fill a whole observation, and the first integer of an
-    `info` would cut off the decimals of others. The parent makes one, too, to learn the spaces.
+    Else, in the arrays of all environments, one number would be spread over a whole observation, and an integer that
+    comes first in `info` would truncate other environments' decimals. The parent makes one too, to learn the spaces.
     """
 
     def __init__(self, env_fn, seed: int, parent: int):
         if os.getpid() != parent:
             become_worker(seed)
         super().__init__(env_fn())
-        self.shape = self.observation_space.shape  # which each step would look up through all wrappers
+        self.shape = self.observation_space.shape  # else each step looks it up through all wrappers
 
     def reset(self, **settings):
         try:
@@ -1191,7 +1246,7 @@ class WorkerEnv(gym.Wrapper):
 
     def checked(self, obs):
         if np.shape(obs) != self.shape:
-            raise ValueError(f"an observation of shape {np.shape(obs)}, by a space of shape {self.shape}")
+            raise ValueError(f"observation has shape {np.shape(obs)}, its space has {self.shape}")
         return obs
 
 
@@ -1200,7 +1255,7 @@ def light_start():
     """Worker processes started in this context ignore signals, have one thread, and do not import this file.
 
     Otherwise multiprocessing imports the main module in each, and with it PyTorch: 1.6 s and 230 MB instead of 0.2 s
-    and 40 MB. So an empty module takes its place meanwhile. This process gets its signals when the context ends.
+    and 40 MB. So an empty module takes its place. This process's signals wait until unblocked, or the context ends.
     """
     threads, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
     resource_tracker.ensure_running()  # which unblocks signals when it starts
@@ -1241,7 +1296,7 @@ def worker_envs(env_fns: list, seeds: list[int]) -> gym.vector.AsyncVectorEnv:
 
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray, instead: np.ndarray | float = 0) -> None:
-    """Raise a ValueError at NaN or infinity; in observations that terminated an episode, put `instead` there."""
+    """Raise ValueError for NaN or infinity; in the last observation of a terminated episode, put `instead`."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
         obs[terminated] = np.where(np.abs(obs) < 3e38, obs, instead)[terminated]
@@ -1296,8 +1351,8 @@ class Envs:
                 self.action_space = self.vector.single_action_space
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
         except Exception as error:  # anything a constructor may raise
-            hint = "; EnvPool's are others than Gymnasium's" * (getattr(self, "backend", None) == "envpool")
-            fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}{hint}")
+            hint = "; EnvPool's differ from Gymnasium's" * (getattr(self, "backend", None) == "envpool")
+            fail(f"can't make {args.env_id} with --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}{hint}")
         for how in ("sync", "async") if self.backend == "envpool" else ():
             if vars(args).get(f"{how}_envs"):
                 fail(f"--{how}-envs is for Gymnasium's environments; {args.env_id} is EnvPool's, which has threads")
@@ -1313,7 +1368,7 @@ class Envs:
     def flatten(self, obs) -> np.ndarray:
         if isinstance(self.observation_space, gym.spaces.Box):
             if obs.size != self.num_envs * self.obs_dim:
-                raise ValueError(f"observations of shape {obs.shape[1:]}, by a space of {self.obs_dim} numbers")
+                raise ValueError(f"observations have shape {obs.shape[1:]}, their space {self.obs_dim} numbers")
             return obs.reshape(self.num_envs, -1)
         rows = [{key: obs[key][i] for key in obs} for i in range(self.num_envs)] if isinstance(obs, dict) else obs
         return np.stack([gym.spaces.flatten(self.observation_space, row) for row in rows])
@@ -1325,7 +1380,7 @@ class Envs:
             self.seeds = [None] * self.num_envs  # a second reset begins other episodes
             obs = self.flatten(obs)
             check_finite(obs, np.zeros(1), np.zeros(len(obs), dtype=bool))
-        except (Exception, SystemExit) as error:  # whatever an environment brings up, or the pipe to a dead worker
+        except (Exception, SystemExit) as error:  # anything an environment raises, or the pipe to a dead worker
             self.stop(self.explain(error))
         self.last_obs = obs
         return obs
@@ -1339,7 +1394,7 @@ class Envs:
             if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
                 check_chosen(action, self.action_space)  # only now and then, as it takes microseconds
                 self.note_ends(infos, terminated | truncated)
-        except (Exception, SystemExit) as error:  # whatever an environment brings up, or the pipe to a dead worker
+        except (Exception, SystemExit) as error:  # anything an environment raises, or the pipe to a dead worker
             self.stop(self.explain(error))
         self.last_obs = obs
         return obs, reward, terminated, truncated
@@ -1379,7 +1434,7 @@ class Envs:
 
 
 def check_layers(module: nn.Module) -> None:
-    """Refuse layers that may compute differently in acting, in batches of its own, and in learning; and buffers."""
+    """Refuse buffers, and layers that may compute differently on acting batches and on learning batches."""
     kinds = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
     found = [f"layer `{name}`, {layer}" for name, layer in module.named_modules() if isinstance(layer, kinds)]
     found += [f"buffer `{name}`" for name, _ in module.named_buffers()]
@@ -1405,7 +1460,8 @@ def check_chosen(action: np.ndarray, space: gym.Space) -> None:
     """ValueError for an action that a Discrete space does not have; EnvPool would read memory that is not its own."""
     is_discrete = isinstance(space, gym.spaces.Discrete)
     if is_discrete and (action.min() < space.start or action.max() >= space.start + space.n):
-        raise ValueError(f"action {action.max()} for a space {space}: does the network have an output for each?")
+        wrong = action.min() if action.min() < space.start else action.max()
+        raise ValueError(f"action {wrong} for a space {space}: does the network have one output per action?")
 
 
 def warn_of_pixels(space: gym.Space, obs_dim: int) -> None:
@@ -1430,7 +1486,7 @@ def open_envs(args: Args, seeds: list[int]) -> Envs:
 
 
 def is_plain(x) -> bool:
-    """Whether something is a number, a text, an array, or a container of nothing else."""
+    """Whether x is None, a number, string or array, or a container of only these."""
     if isinstance(x, list | tuple | deque | set | dict):
         return all(map(is_plain, [*x, *x.values()] if isinstance(x, dict) else x))
     return isinstance(x, bool | int | float | str | np.generic | np.ndarray | None)
@@ -1500,7 +1556,9 @@ def named_globals(parts: list) -> dict[str, tuple]:
             found |= numbers_in_dict(kind.__name__, vars(kind))
         methods = [x for kind in kinds for x in vars(kind).values()]
         functions = [part, *(getattr(x, "__func__", getattr(x, "fget", x)) for x in methods)]
-        functions = [x for x in (getattr(x, "__wrapped__", x) for x in functions) if hasattr(x, "__code__")]
+        inner = "__wrapped__", "unwrapped"  # by decorators
+        functions += [x for f in functions for key, x in getattr(f, "__dict__", {}).items() if key in inner]
+        functions = [x for x in functions if hasattr(x, "__code__") and is_users(x)]
         for function in functions:
             codes = [function.__code__]
             for code in codes:  # grows by the code of nested functions
@@ -1559,7 +1617,10 @@ def get_weights(module: nn.Module) -> np.ndarray:
         is_same = x is first and isinstance(x, bool | int | float | str | None)  # others may change in place
         is_cache = first is None and isinstance(x, Tensor)
         if not is_same and not is_cache and (now := text_of(x)) != text:
-            hint = "make it a parameter, with `requires_grad=False` if it shall not learn"
+            hint = (
+                "make it a parameter, with `requires_grad=False` if it shall not learn; if nothing reads it, leave it"
+            )
+            hint += " out of `__init__`"
             fail(f"`{name}` of the network was {text} at the start and is {now}, and runners get only weights: {hint}")
     return torch.cat([weight.detach().reshape(-1) for weight in module.parameters()]).cpu().numpy()
 
@@ -1652,7 +1713,7 @@ class OneRunner(Runners):
         needs_ray = {"num-learners": args.num_learners > 1, "ray-address": args.ray_address is not None}
         needs_ray["rollout"] = getattr(args, "rollout", None) == "first-ready"
         for name in [name for name, is_given in needs_ray.items() if is_given]:
-            fail(f"--{name} {getattr(args, name.replace('-', '_'))} is for --num-runners 1 or more")
+            fail(f"--{name} {getattr(args, name.replace('-', '_'))} needs --num-runners 1 or more")
         if args.gpus_per_runner and not torch.cuda.is_available():
             fail(f"--gpus-per-runner {args.gpus_per_runner:g}: this machine has no GPU")
         self.runner, self.alive = Runner(args, self.seeds), {0}
@@ -1796,8 +1857,8 @@ class RemoteRunner:
 
     def __init__(self, args: Args, seeds: list[int], spec: gym.envs.registration.EnvSpec | None):
         for signum in (signal.SIGINT, signal.SIGHUP):
-            signal.signal(signum, signal.SIG_IGN)  # Ctrl-C is the learner's, and the terminal
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # dies, and is replaced; Ray's handler raises SystemExit
+            signal.signal(signum, signal.SIG_IGN)  # only the learner stops on these
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # to end at once and be replaced
         torch.set_num_threads(max(1, int(args.cpus_per_runner)))
         os.environ.setdefault("TORCH_WARM_POOL", "0")  # else one that compiles starts a process for each core
         if spec is not None:
@@ -1868,8 +1929,11 @@ class RayRunners(Runners):
         # Since when each owes a fragment; when the last one arrived; what a runner that starts is sent, as text
         self.since, self.last_news = [math.inf] * args.num_runners, -math.inf
         of_learners = [globals()[x] for x in ("make_learner", "PrioritizedReplay") if x in globals()]
-        entry = getattr(gym.registry.get(args.env_id.rpartition(":")[2]), "entry_point", None)
-        of_envs = [entry] if getattr(entry, "__module__", None) == __name__ else []
+        spec = gym.registry.get(args.env_id.rpartition(":")[2])
+        entry = getattr(spec, "entry_point", None)
+        if isinstance(entry, str) and is_users(sys.modules.get(entry.partition(":")[0])):
+            entry = spec.entry_point = gym.envs.registration.load_env_creator(entry)
+        of_envs = [entry] if is_users(entry) else []
         self.named = named_globals([Runner, *of_envs, *(of_learners if args.num_learners > 1 else [])])
         self.named |= globals_beside(entry)
         self.sent = self.known_to_runners()
@@ -1924,7 +1988,7 @@ class RayRunners(Runners):
         if (known := self.known_to_runners()) != self.sent:
             name = next(name for name, text in known.items() if text != self.sent.get(name))
             hint = "send it by `publish`, take it in `Runner.sample`; if only the learner needs it, use a new variable"
-            self.stop(f"`{name}` changed, but runners have what it was at the start: {hint}")
+            self.stop(f"`{name}` changed, but runners keep its first value: {hint}")
         try:
             self.weights = version, weights if weights.nbytes < 100_000 else self.ray.put(weights), *others
         except self.ray.exceptions.RayError as error:  # its memory is full, and so is the disk
@@ -2013,11 +2077,13 @@ class RayRunners(Runners):
         # By name, as it comes from another process. A runner that can't start may find its simulator the next time
         if type(cause).__name__ == "Refused" and index in self.alive:
             self.stop(f"runner {index} ({self.places[index]}): {summary}")
+        place = self.places.pop(index, f"not yet up, on {host}" if host else "not yet up")
+        death = f"runner {index} ({place}) died: {summary}"
+        if cause is not None and summary in self.told and self.last_news == -math.inf:
+            self.stop(f"{death}; so has another one, and none has brought a fragment")
         if cause is not None and summary not in self.told:  # the traceback, of each exception once
             say(str(error))
             self.told.add(summary)
-        place = self.places.pop(index, f"not yet up, on {host}" if host else "not yet up")
-        death = f"runner {index} ({place}) died: {summary}"
         self.alive.discard(index)
         self.in_flight = {x: (other, report) for x, (other, report) in self.in_flight.items() if other != index}
         self.ray.kill(self.actors[index])
@@ -2056,7 +2122,11 @@ class RemoteLearner:
 
     def open(self) -> dict[str, str]:
         self.draw_as(0)  # as the first learner: `make_learner` may make more than agent and optimizer
-        self.agent, self.optimizer, self.learn_from = heard(make_learner, self.args, *self.spaces, self.device, add_up)
+        parts = heard(make_learner, self.args, *self.spaces, self.device, add_up)
+        if len(parts) > 3:
+            why = "other learners would not hear of its changes: make it an attribute or a buffer of the optimizer"
+            raise ValueError(f"`make_learner` returns more than network, optimizer and update, and {why}")
+        self.agent, self.optimizer, self.learn_from = parts
         self.draw_as(self.rank)  # from here on, each has rows of its own
         return versions()
 
@@ -2073,7 +2143,9 @@ class RemoteLearner:
             part.load_state_dict(state)
 
     def set_numbers(self, numbers: dict) -> None:
-        """Give the optimizer the numbers of the first learner's."""
+        """Give the optimizer the numbers of the first learner's, and frozen weights that changed."""
+        for i, x in numbers.pop("frozen").items():
+            self.optimizer.frozen[i].copy_(x)
         for name, x in numbers.items():
             old = getattr(self.optimizer, name, None)
             if isinstance(x, Tensor) and isinstance(old, Tensor):  # compiled code knows it by its place
@@ -2109,7 +2181,7 @@ class OtherLearners:
     """All learners except this one, as Ray actors; with --num-learners 1 there are none."""
 
     def __init__(self, args: Args, runners: Runners):
-        self.args, self.runners, self.actors, self.results = args, runners, [], []
+        self.args, self.runners, self.actors, self.results, self.frozen = args, runners, [], [], {}
         if args.num_learners > 1 and (runners.run.device.type == "cuda") != (args.gpus_per_learner > 0):
             fail("all learners need a GPU, or none: --num-learners goes with --gpus-per-learner 1, or --device cpu")
         self.add_up = partial(self.together, add_up)
@@ -2144,7 +2216,8 @@ class OtherLearners:
     def update(self, optimizer: nn.Module, fragments: list) -> None:
         """Send each its share of the fragments; all then update together with this learner.
 
-        They get the learning rate, too, and all numbers, texts, arrays, tensors that are attributes of the optimizer.
+        They get the learning rate, too, all numbers, texts, arrays, tensors that are attributes of the optimizer, and
+        weights that do not learn, such as a temperature, if they have changed.
         """
         if not self.actors:
             return
@@ -2155,6 +2228,9 @@ class OtherLearners:
         equal = {"steps", "beta_powers", "beta_factors", "exp_avg", "exp_avg_sq"}  # in all learners, by equal steps
         numbers = {name: values[name] for name, (values, _) in found.items() if name not in equal}
         numbers |= {name: x.cpu() for name, x in numbers.items() if isinstance(x, Tensor)}
+        frozen = {i: x for i, x in enumerate(getattr(optimizer, "frozen", ())) if self.frozen.get(i) != x._version}
+        self.frozen |= {i: x._version for i, x in frozen.items()}  # counts changes in place
+        numbers["frozen"] = {i: x.detach().cpu() for i, x in frozen.items()}
         self.results += [x.learn.remote(numbers, share) for x, share in zip(self.actors, shares, strict=True)]
 
     def check(self, timeout: float) -> None:
@@ -2169,6 +2245,7 @@ class OtherLearners:
                 news = ray.get(reference)
                 differ += [other_versions(news)] if news is not None else []
             except ray.exceptions.RayError as error:  # of several, one may have caused the others
+                say(str(error))  # with its traceback
                 causes.append(cause_of(error))
         if causes:
             self.runners.run.stop_if_asked()  # what a signal to the whole group of processes has ended is no fault
@@ -2188,20 +2265,21 @@ class OtherLearners:
 
 def validate(args: Args) -> torch.device:
     """Refuse settings that can't work, before any work is done; returns the device to learn on."""
-    kinds = {field.name: str(field.type) for field in fields(args)}  # a float may be given as 0
+    kinds = {field.name: str(field.type) for field in fields(args)}  # floats may be given as ints
     for name, value in asdict(args).items():
         if hasattr(getattr(args, name), "__dataclass_fields__"):
             fail(f"`{name}` of `Args` is a dataclass, which no checkpoint restores: make its fields settings of `Args`")
         least, most = LIMITS.get(name, (int(type(value) is int and "float" not in kinds[name]), math.inf))
         if type(value) in (int, float) and not (least <= value <= most and abs(value) < 3e38):  # float32 ends there
             bound = f" and at most {most}" if most < math.inf else " and less than 3e38" * (type(value) is float)
-            hint = "; bounds of a setting of your own go into LIMITS" * (value == getattr(type(args), name, None))
+            is_own = value == getattr(type(args), name, None) or (name not in LIMITS and value < 0)
+            hint = "; bounds of a setting of your own go into LIMITS" * is_own
             fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}{hint}")
     for how in ("sync", "async"):
         if vars(args).get(f"{how}_envs") and vars(args).get("env_backend") == "envpool":
             fail(f"--{how}-envs is for Gymnasium's environments; EnvPool's step in threads")
     if args.track and not (args.tensorboard and importlib.util.find_spec("wandb")):
-        fail("--track sends TensorBoard's events to Weights & Biases: pip install wandb, and no --no-tensorboard")
+        fail("--track sends TensorBoard's events to Weights & Biases: pip install wandb, and drop --no-tensorboard")
     try:
         device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         if device.type not in ("cpu", "cuda"):
@@ -2218,7 +2296,7 @@ def refuse_idle_calls() -> None:
     """Refuse functions that would do nothing in this file: they work on `.grad`, and gradients are kept elsewhere."""
     source = Path(__file__).read_text(encoding="utf-8")
     kinds = [f"optim.{name}" for name, x in vars(torch.optim).items() if isinstance(x, type)]
-    imported = [name for name, x in globals().items() if str(getattr(x, "__module__", "")).startswith("torch.optim")]
+    imported = [name for name, x in globals().items() if isinstance(x, type) and issubclass(x, torch.optim.Optimizer)]
     names = ("clip_grad_norm_", "clip_grad_value_", *kinds, *imported)
     if not any(f"{name}(" in source for name in names):
         return
@@ -2230,7 +2308,7 @@ def refuse_idle_calls() -> None:
     for function in (x for x in nodes if isinstance(x, ast.FunctionDef)):  # others may have a `.backward`
         parts = [*ast.walk(function)]
         calls = [ast.unparse(x.func) for x in parts if isinstance(x, ast.Call)]
-        has_others = any(isinstance(x, ast.FunctionDef) for x in parts[1:])  # as `train`, whose gradients are theirs
+        has_others = any(isinstance(x, ast.FunctionDef) for x in parts[1:])  # such as `train`: they take the gradients
         if any(call.endswith("autograd.grad") for call in calls) and not (has_others or fills_grad(parts)):
             idle += [call for call in calls if call.endswith(names[:2]) and call not in own]
     if idle:
@@ -2246,7 +2324,7 @@ def fills_grad(nodes: list[ast.AST]) -> bool:
 
 
 def refuse_idle_settings() -> None:
-    """Refuse a loop of `train` that sets one of `args` which nothing reads after `run.open`: that would do nothing."""
+    """Refuse a loop of `train` that sets an attribute of `args` that nothing reads after `run.open`: no effect."""
     parts = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
     train = [node for x in parts if getattr(x, "name", "") == "train" for node in [*ast.walk(x)][1:]]
     loops = [node for x in train if isinstance(x, ast.For | ast.While) for node in ast.walk(x)]
@@ -2262,7 +2340,7 @@ def refuse_idle_settings() -> None:
     later += [node for x in parts if getattr(x, "name", "") != "train" for node in ast.walk(x)]
     reads = {x.attr for x in later if isinstance(x, ast.Attribute) and isinstance(x.ctx, ast.Load)}
     if idle := sorted(x for x in names - reads if not x.endswith(("learning_rate", "_lr"))):
-        fail(f"`args.{idle[0]}` is read before the loop alone: to change it there would do nothing; use a tensor")
+        fail(f"`args.{idle[0]}` is read only before the loop, so setting it there has no effect: use a tensor")
 
 
 def typed_flags() -> list[str]:
@@ -2284,7 +2362,7 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     """Settings and checkpoint of the run to resume; without --resume, the settings as given and an empty dict."""
     if args.resume is None:
         if args.override:
-            fail("--override changes settings of a run that goes on; it needs --resume RUN")
+            fail("--override changes settings of a resumed run; it needs --resume RUN")
         return args, {}
     try:
         # Memory-mapped: a replay buffer is copied from the file directly to its place
@@ -2320,8 +2398,8 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
         name, _, value = change.partition("=")
         name = name.replace("-", "_")
         if name not in CHANGEABLE:
-            why = "can't change in a run" if hasattr(saved, name) else "is no setting"
-            fail(f"--override {change}: {name} {why}; NAME=VALUE is for CHANGEABLE: {', '.join(CHANGEABLE)}")
+            why = "can't change in a run" if hasattr(saved, name) else "is unknown"
+            fail(f"--override {change}: {name} {why}; it may change {', '.join(CHANGEABLE)}")
         flag = f"--{name.replace('_', '-')}={value}"
         new = tyro.cli(tyro.conf.FlagConversionOff[Args], args=[flag], default=saved)
         print(f"{name} was {getattr(saved, name)}, from here on {getattr(new, name)}", file=sys.stderr)
@@ -2366,10 +2444,11 @@ def check_storable(name: str, value) -> None:
         fail(f"{name} is {type(value).__name__}, which no checkpoint can hold: make it a tensor, a number, a string")
 
 
-def check_owners(state: dict) -> None:
-    """Refuse weights that no optimizer in `run.open` changes, or that no module there would bring into checkpoints.
+def check_owners(state: dict, variables: dict) -> None:
+    """Refuse weights that no optimizer in `run.open` changes, or that are in no module there and so not in checkpoints.
 
-    A module with the same parameters as another one, such as a target network, needs no optimizer.
+    A module with the parameter names of another, such as a target network, needs no optimizer. Networks and optimizers
+    among the `variables` of `train` that no checkpoint would have are named in a note.
     """
     modules = {name: part for name, part in state.items() if isinstance(part, nn.Module)}
     keys = {name: [key for key, _ in part.named_parameters()] for name, part in modules.items()}
@@ -2379,26 +2458,31 @@ def check_owners(state: dict) -> None:
         own = part.weights if hasattr(part, "step") and hasattr(part, "weights") else ()
         weights = {id(x) for x in own} | {id(x) for group in getattr(part, "param_groups", ()) for x in group["params"]}
         learning |= weights
-        if not (weights <= saved or others):  # of which nobody knows what they save
-            fail(f"`run.open` must get the modules whose weights `{name}` changes, so that checkpoints have them")
+        if not (weights <= saved or others):  # `others` may save them, too
+            fail(f"`run.open` must get the modules whose weights `{name}` changes, so that checkpoints hold them")
     for name, part in modules.items():
         idle = [key for key, x in part.named_parameters() if x.requires_grad and id(x) not in learning]
         if idle and list(keys.values()).count(keys[name]) == 1:
             hint = "freeze it by `requires_grad_(False)` or, if your own code changes it, leave `check_owners` out"
             fail(f"no optimizer in `run.open` changes `{name}.{idle[0]}`: {hint}")
+    for name, x in variables.items():
+        own = [key for key, _ in x.named_parameters()] if isinstance(x, nn.Module) else []
+        is_new = own and own not in keys.values() and not {id(weight) for weight in x.parameters()} <= saved
+        if is_new or (isinstance(x, torch.optim.Optimizer) and x not in state.values()):
+            print(f"note: `{name}` is not given to `run.open`: a resumed run has a new one", file=sys.stderr)
 
 
 def end_broken_runs() -> None:
-    """Close runs that no function of this file works at any more: after an error, a notebook keeps them alive.
+    """Close runs whose `train` is not running any more: after an error, a notebook keeps them alive.
 
-    That ends their processes, once they were opened (`RayRunners`: begun).
+    That ends their processes, if `run.open` (`RayRunners`: `begin`) was reached.
     """
     at_work, frame = set(), sys._getframe()
     while frame is not None:
         at_work |= {(id(x), frame.f_code.co_filename) for x in frame.f_locals.values()}
         frame = frame.f_back
     for run in [x for x in gc.get_objects() if type(x).__name__ == "Run" and hasattr(x, "at_end")]:
-        if (id(run), run.on_signal.__code__.co_filename) not in at_work:  # else this run is part of that one
+        if (id(run), run.on_signal.__code__.co_filename) not in at_work:  # else that run has started this one
             with contextlib.suppress(Exception):  # what broke may not close
                 run.at_end.close()
 
@@ -2417,7 +2501,7 @@ class Run:
         self.at_end, self.exit_code = contextlib.ExitStack(), 1  # calls of `close`, the last one first
         self.args, self.checkpoint = load_checkpoint(args)
         self.device = validate(self.args)
-        self.settings, self.home = asdict(self.args), Path.cwd()  # which an environment may leave for another folder
+        self.settings, self.home = asdict(self.args), Path.cwd()  # an environment may change the current folder
         counters = (self.checkpoint.get(name, 0) for name in ("global_step", "iteration", "num_updates", "seconds"))
         self.step, self.iteration, self.num_updates, self.seconds = counters
         self.logged_step = self.saved_step = self.first_step = self.step
@@ -2431,15 +2515,17 @@ class Run:
         # What a script sets for the whole process: in a notebook, the next run finds it as this one did
         self.at_end.callback(torch.set_num_threads, torch.get_num_threads())
         self.at_end.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        cudnn = sys.modules["torch.backends.cudnn"]  # named as an attribute of torch, this class could not go to Ray
+        cudnn = sys.modules["torch.backends.cudnn"]  # naming torch.backends.cudnn here would break Ray's pickling
         self.at_end.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
+        tiny = torch.tensor(1e-310, dtype=torch.float64)  # no function says whether such numbers count as zero
+        self.at_end.callback(torch.set_flush_denormal, not (tiny * 1).item())
 
     def env_seeds(self, num_envs: int) -> list[int]:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
     def param_groups(self) -> list[dict]:
-        """Those of optimizers of `torch.optim`, which a copy may have."""
+        """The `param_groups` of a copy's `torch.optim` optimizers."""
         return [group for part in self.state.values() for group in getattr(part, "param_groups", ())]
 
     def restore(self) -> None:
@@ -2465,25 +2551,25 @@ class Run:
 
     def open(self, envs, **state) -> None:
         """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
-        self.envs, self.state, envs.stop = envs, state, self.close  # which saves, if an environment raises an error
+        self.envs, self.state, envs.stop = envs, state, self.close  # so that the run is saved if an environment fails
         given, self.settings = self.settings, asdict(self.args)
         if self.checkpoint and (twice := [name for name in given if given[name] != self.settings[name]]):
-            fail(f"`args.{twice[0]}` changes before `run.open`, in this run a second time: use a variable of your own")
+            fail(f"`args.{twice[0]}` is set before `run.open`, so a resumed run sets it twice: use another variable")
         own = {"rng", "script", "args", "later_args", "seconds", "global_step", "iteration", "num_updates"}
         for name, part in state.items():
             if name in own:
                 fail(f"`run.open` can't keep `{name}` in checkpoints: they use this name; give it another one")
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 fail(f"`run.open`: `{name}` needs `state_dict` and `load_state_dict`, as an nn.Module with buffers has")
-        check_owners(state)
+        check_owners(state, sys._getframe(1).f_locals)
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
-        # Settings as a schedule in the loop had left them, but not those that are new; Ray's runners have the first
+        # Settings as the loop had left them, except those that were changed now. Ray's runners keep the first ones
         later = {} if hasattr(envs, "sent") else self.checkpoint.get("later_args", {})
         new = {x for x in later if x in self.checkpoint["override"] or self.checkpoint["args"][x] != self.settings[x]}
         later = {name: x for name, x in later.items() if name not in new}
         if self.checkpoint:
             self.restore()
-        self.first_rates = self.rates()
+        self.first_rates, self.changed = self.rates(), set()
         self.keep_rng()
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
@@ -2500,7 +2586,10 @@ class Run:
                 self.dir = new_folder(self.dir, f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}")
             self.dir.mkdir(parents=True, exist_ok=True)
             if not self.args.resume and any(self.dir.iterdir()):
-                fail(f"the run folder {self.place()} is not empty; --resume goes on with a run")
+                how = (
+                    "--resume continues a run" if Path(self.dir, "checkpoint.pt").exists() else "no run can go on there"
+                )
+                fail(f"the run folder {self.place()} is not empty; {how}")
             self.open_files()
         except Exception as error:  # those of Weights & Biases have no other type in common
             for file in self.new_files:  # else the folder would be refused to the next attempt
@@ -2514,7 +2603,7 @@ class Run:
                 print(f"note: nothing is learnt before step {starts:,}", file=sys.stderr)
         print(getattr(envs, "summary", f"environments: {self.args.env_id}"), file=sys.stderr)
         total, initial = self.args.total_timesteps, self.step
-        hidden = False if type(sys.stderr).__module__ == "ipykernel.iostream" else None  # None: but on a terminal
+        hidden = False if type(sys.stderr).__module__ == "ipykernel.iostream" else None  # None: unless on a terminal
         self.bar = tqdm(total=total, initial=initial, unit=" steps", unit_scale=True, disable=hidden)
         self.at_end.callback(self.bar.close)
         for name, x in later.items():
@@ -2607,14 +2696,21 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Write a line, with means over the episodes that ended since the last line, and save if that is due."""
+        """Write a line, with means over the episodes that ended since the last line, and save if that is due.
+
+        Metrics of your own belong into the script's own call: another one at the same step takes its place.
+        """
         seconds = time.perf_counter() - self.start_time
         self.check_settings()
+        for name, x in sys._getframe(1).f_locals.items():
+            if x is not self.state.get(name, x) and type(x) is type(self.state[name]):
+                fail(f"`{name}` is not what `run.open` was given, and checkpoints keep that: change it in place")
         own = {f"charts/{name}" for name in ("SPS", "episodic_return", "episodic_length", "episodes")}
         if taken := metrics.keys() & {"global_step", "seconds", *own}:
             fail(f"a metric can't be called {taken.pop()}: the log itself uses this name; {self.hint()}")
         metrics = dict(metrics)
-        metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
+        if self.step > self.logged_step:  # not so in a second line for a step, as with metrics of your own
+            metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
             self.returns.extend(episode_return for episode_return, _ in self.episodes)
             means = np.mean(self.episodes, axis=0).tolist()
@@ -2622,6 +2718,8 @@ class Run:
             metrics["charts/episodes"] = len(self.episodes)
         metrics |= {f"info/{key}": sum(values) / len(values) for key, values in self.envs.infos.items()}
         for name, value in metrics.items():
+            if not isinstance(value, bool | int | float | np.number | Tensor) or np.ndim(value):
+                fail(f"the metric {name} is {value!r}, which is no number; {self.hint()}")
             if not math.isfinite(value):
                 sys.exit(f"error: {name} is {value} at step {self.step}; {self.hint()}")
         line = {"global_step": self.step, "seconds": round(seconds, 3), **metrics}
@@ -2641,17 +2739,18 @@ class Run:
             self.save()
 
     def check_settings(self) -> None:
-        """Refuse a learning rate that changed in `args` while that of its optimizer stayed: nothing has read it."""
-        names = {name for name in self.settings if name.endswith(("learning_rate", "_lr"))}
-        names -= {"learning_rate"} if getattr(self.args, "anneal_lr", False) else set()
-        if not (changed := [name for name in sorted(names) if getattr(self.args, name) != self.settings[name]]):
+        """Refuse a learning rate that was changed in `args` before the last line, if that of its optimizer stayed."""
+        names = [name for name in self.settings if name.endswith(("learning_rate", "_lr")) and name != "anneal_lr"]
+        before, self.changed = self.changed, {x for x in names if getattr(self.args, x) != self.settings[x]}
+        if not (changed := sorted(before & self.changed)):  # a later line of the loop may read a change
             return
         pairs = [*zip(self.first_rates, self.rates(), strict=False)]  # a group may have been added
         idle = [old for old, new in pairs if old == new]
         both = {name: {self.settings[name], float(np.float32(self.settings[name]))} for name in changed}
         unread = [name for name in changed if both[name] & {*idle}] or changed[: len(idle) == len(pairs)]
         if unread and len(changed) > len(pairs) - len(idle):
-            fail(f"nothing reads that `args.{unread[0]}` has changed: fill `learning_rate` of its Adam; {self.hint()}")
+            how = "fill the `learning_rate` of its Adam, or give its optimizer to `run.open`"
+            fail(f"setting `args.{unread[0]}` has no effect: {how}; {self.hint()}")
 
     def rates(self) -> list[float]:
         """The learning rates of all optimizers."""
@@ -2719,7 +2818,7 @@ class Run:
         if error:
             sys.exit(f"error: {' '.join(error.split())}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
-            print("this run was finished before; a greater --total-timesteps (in PPO by a rollout) lets it go on")
+            print("this run is already finished; to go on, raise --total-timesteps (in PPO, by a rollout or more)")
         count = len(self.returns)
         score = f", mean return of the last {count} episodes {np.mean(self.returns):.1f}" if count else ""
         print(f"{self.step:,} steps in {self.seconds:.1f} s{score}\nlog, checkpoint, configuration: {self.place()}")

@@ -19,7 +19,7 @@ actions, P = number of parameters.
 
 Settings are those of CleanRL's script of the same name. Departures from it: a truncated episode bootstraps from the
 value of its last observation; the step in which an environment resets is masked; --target-kl looks at means over an
-epoch, and the log at those of the last one.
+epoch; the log has the means of a rollout's last epoch.
 
 Reading order: settings, networks, formulas, then `train`, the algorithm. Below the `# ----` line is only plumbing.
 """
@@ -72,7 +72,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
-    override: tuple[str, ...] = ()  # with --resume: change a setting, NAME=VALUE; a wrong NAME lists what may change
+    override: tuple[str, ...] = ()  # with --resume: change settings, NAME=VALUE; an unknown NAME lists those allowed
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
     track: bool = False  # send the TensorBoard events to Weights & Biases too
@@ -81,8 +81,8 @@ class Args:
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: mostly EnvPool's for several (docs/ppo.md)
-    sync_envs: bool = False  # step all environments in this process, in turn: best where a step takes microseconds
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool's if several, mostly (docs/ppo.md)
+    sync_envs: bool = False  # step all environments in this process, one by one: best if a step takes microseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 500_000  # environment steps, rows of resets included, rounded down to whole rollouts
     num_envs: int = 4  # environments side by side
@@ -100,7 +100,7 @@ class Args:
     clip_vloss: bool = True  # clip the value function's change in the same way
     ent_coef: float = 0.01  # weight of the entropy bonus, c2 in the paper
     vf_coef: float = 0.5  # weight of the value loss, which is half the squared error
-    max_grad_norm: float = 0.5  # the gradient is scaled down to this norm, if it is longer
+    max_grad_norm: float = 0.5  # gradients with a larger norm are scaled down to this one
     target_kl: float | None = None  # stop the epochs on a rollout once an epoch's mean approx_kl exceeds this
 
 
@@ -159,8 +159,8 @@ def gae(
 ) -> Tensor:
     """Generalized advantage estimation, equations (11) and (12) of PPO: all (T, N), except value (T + 1, N) -> (T, N).
 
-    After a truncation, value[t + 1] is the value of the episode's true last observation and bootstraps like any other;
-    a termination has no future. Invalid rows (resets) get zero, and no sum continues across them.
+    After a truncation, value[t + 1] is that of the episode's true last observation, and serves to bootstrap as usual;
+    after a termination there is no bootstrap. Invalid rows (resets) get zero, and no sum continues across them.
     """
     delta = (reward + gamma * (1 - terminated) * value[1:] - value[:-1]) * valid
     return discounted_sum(delta, gamma * gae_lambda * (1 - torch.maximum(terminated, truncated)) * valid)
@@ -178,7 +178,7 @@ def masked_std(x: Tensor, valid: Tensor) -> Tensor:
 
 
 def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_coef: float) -> Tensor:
-    """The clipped surrogate objective, equation (7), to be minimized: all (M,) -> ()."""
+    """The clipped surrogate objective, equation (7), negated to be minimized: (M,) -> ()."""
     clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     return -masked_mean(torch.min(ratio * advantage, clipped_ratio * advantage), valid)
 
@@ -186,7 +186,7 @@ def clipped_policy_loss(ratio: Tensor, advantage: Tensor, valid: Tensor, clip_co
 def clipped_value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, valid: Tensor, clip_coef: float | None
 ) -> Tensor:
-    """Half the mean squared error of the value; with clip_coef, of each row the larger error, clipped or not."""
+    """Half the mean squared error of the value; with clip_coef, the larger of clipped and unclipped, per row."""
     squared_error = (value - returns).square()
     if clip_coef is not None:
         clipped_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
@@ -209,13 +209,13 @@ def train(args: Args) -> Path:
 
     envs = Envs(args, run.env_seeds(args.num_envs))
     if not isinstance(envs.action_space, gym.spaces.Discrete):
-        fail(f"{args.env_id} has actions {envs.action_space}; ppo_continuous_action takes a Box, this script Discrete")
+        fail(f"{args.env_id} has actions {envs.action_space}; this script takes Discrete, ppo_continuous_action a Box")
     num_actions, first_action = int(envs.action_space.n), int(envs.action_space.start)
     agent = ActorCritic(envs.obs_dim, num_actions).to(device)
     optimizer = Adam(agent, args.learning_rate, eps=1e-5)
 
     # One observation is too little work for a GPU or PyTorch: NumPy acts on the CPU. It reads the weights in place or,
-    # beside a GPU, a copy of them. `check_policy` fails if it differs from `forward`
+    # if they are on a GPU, a copy of them. `check_policy` fails if its outputs differ from those of `forward`
     collector = copy_on_cpu(agent)
     policy = numpy_mlp(collector.actor)
     check_policy(
@@ -253,7 +253,7 @@ def train(args: Args) -> Path:
         return torch.stack([policy_loss, value_loss, entropy, old_approx_kl, approx_kl, clipfrac]).detach()
 
     def update_epoch(permutation: Tensor, *batch: Tensor) -> Tensor:
-        """One pass over the batch in minibatches, the rows of `permutation` (B / M, M) -> the mean of their losses."""
+        """One pass over the batch; each row of `permutation` (B / M, M) indexes a minibatch -> mean of `METRICS`."""
         return torch.stack([update_minibatch(index, *batch) for index in permutation]).mean(0)
 
     run.open(envs, agent=agent, optimizer=optimizer)
@@ -282,11 +282,11 @@ def train(args: Args) -> Path:
         run.episodes += statistics.update(reward, done, valid)
         run.step += int(valid.sum())
 
-        # Estimate advantages. On the device all are float32, actions too
+        # Estimate advantages
         rollout = (obs, action, reward, terminated, truncated, valid)
         *batch, explained_variance = estimate(*(torch.from_numpy(x).to(device, torch.float32) for x in rollout))
-        # Fail if the policy that acts and the one that learns differ: a change of yours may have reached only one
-        log_probs = torch.from_numpy(noisy_logits - gumbel[-1]).log_softmax(1)  # by which the last actions were drawn
+        # Fail if acting and learning policies differ, as when a change of yours was made to only one of them
+        log_probs = torch.from_numpy(noisy_logits - gumbel[-1]).log_softmax(1)  # that the last actions were drawn from
         learnt = batch[0][-args.num_envs :]
         check_same(log_probs.gather(1, torch.from_numpy(noisy_logits.argmax(1))[:, None])[:, 0], learnt, obs[-2])
 
@@ -312,7 +312,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return lambda obs: envs.action_space.start + log_probs(obs).argmax(1)
 
 
-# ---- Plumbing: what the algorithm is built on, nearly all the same text in every script that has it ---------------
+# ---- Plumbing: what the algorithm is built on, nearly the same text in every script -------------------------------
 
 
 class EpisodeStatistics:
@@ -336,8 +336,8 @@ class EpisodeStatistics:
 class Adam(nn.Module):
     """Adam (Kingma & Ba 2015, algorithm 1): PyTorch's fused kernel, without the bookkeeping of torch.optim around it.
 
-    For small networks that bookkeeping takes longer than the kernel. Compiled code, which can use neither, takes the
-    formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state, the
+    For small networks that bookkeeping takes longer than the kernel. Compiled code can use neither: it evaluates the
+    formula for all weights as one vector (P,), which becomes a single loop. All changing state, the
     learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value. Gradients
     are handed to `step` and not kept in `.grad`: use `clip` of ppo.py; `clip_grad_norm_` would do nothing, nor would an
     optimizer of torch.optim. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`. To
@@ -351,7 +351,7 @@ class Adam(nn.Module):
         self.weights = [weight for weight in weights if weight.requires_grad]
         self.frozen = [weight for weight in weights if not weight.requires_grad]
         if not self.weights:
-            fail("an Adam was made of a module that has no weights which learn: are all frozen?")
+            fail("this Adam got a module without weights to learn: are all of them frozen?")
         self.sizes = [w.numel() for w in self.weights]
         zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
         self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate, dtype=torch.float))
@@ -367,17 +367,24 @@ class Adam(nn.Module):
         views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
         self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
 
+    def __setattr__(self, name: str, value) -> None:
+        """Also lets `optimizer.learning_rate = 1e-3` fill the tensor, which compiled code reads."""
+        if name == "learning_rate" and not isinstance(value, Tensor):
+            self.learning_rate.fill_(value)
+        else:
+            super().__setattr__(name, value)
+
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
-        """For loops of your own that call `backward`, which adds to `.grad`, and hand `.grad` to `step`."""
+        """Clear `.grad`, for loops of your own that call `backward` and pass `.grad` to `step`."""
         for weight in self.weights:
             weight.grad = None
 
     def state_dict(self, **settings) -> dict:
-        """The state for a checkpoint; SystemExit(2) if frozen weights are to learn now, as no step changes them."""
+        """The state for a checkpoint; SystemExit(2) if weights frozen at first require gradients now."""
         if any(weight.requires_grad for weight in self.frozen):
             fail("weights that were frozen when their Adam was made can't learn later")
         if not self.steps and self.beta_factors.tolist() != self.beta_factors.new_tensor(self.betas).tolist():
-            fail("the `betas` of an Adam were changed, but its formula has the old ones: hand them to it, `betas=...`")
+            fail("`betas` of an Adam changed after it was made, which its formula ignores: pass `betas=...` to Adam")
         return super().state_dict(**settings)
 
     def load_state_dict(self, state: dict) -> None:
@@ -390,9 +397,9 @@ class Adam(nn.Module):
 
     @torch.no_grad()
     def step(self, gradients: tuple[Tensor, ...]) -> None:
-        """Change the weights in place, down their gradients."""
+        """One step of Adam: change the weights in place."""
         self.steps.add_(1)
-        self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would recompute a power every few weights
+        self.beta_powers.mul_(self.beta_factors)  # multiplied: a fused loop would recompute `pow` every few weights
         (self.by_formula if torch.compiler.is_compiling() else self.by_kernel)(gradients, *self.betas)
 
     def by_kernel(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
@@ -403,7 +410,7 @@ class Adam(nn.Module):
         torch._fused_adam_(
             self.weights, gradients, self.exp_avgs, self.exp_avg_sqs, [], [self.steps] * len(gradients),
             lr=self.learning_rate, beta1=beta1, beta2=beta2, eps=self.eps,
-            weight_decay=0, amsgrad=False, maximize=False,  # a decay would be Adam's, L2, and not AdamW's
+            weight_decay=0, amsgrad=False, maximize=False,  # here a decay is L2, unlike AdamW's
         )  # fmt: skip
 
     def by_formula(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
@@ -418,7 +425,7 @@ class Adam(nn.Module):
 
 
 def is_plain(x) -> bool:
-    """Whether something is a number, a text, an array, or a container of nothing else."""
+    """Whether x is None, a number, string or array, or a container of only these."""
     if isinstance(x, list | tuple | deque | set | dict):
         return all(map(is_plain, [*x, *x.values()] if isinstance(x, dict) else x))
     return isinstance(x, bool | int | float | str | np.generic | np.ndarray | None)
@@ -426,8 +433,8 @@ def is_plain(x) -> bool:
 
 @torch.no_grad()
 def copy_attributes(module: nn.Module, copy: nn.Module) -> nn.Module:
-    """Give the copy that acts what a `state_dict` leaves out: buffers that are not saved, and attributes of modules
-    that are tensors, or numbers, arrays and containers of these two, as they are now. Returns the copy.
+    """Give the acting copy what a `state_dict` leaves out: non-persistent buffers, and attributes of modules that are
+    tensors or plain (see `is_plain`): numbers, strings, arrays, containers of these. Returns the copy.
     """
     device, internal = next(copy.parameters()).device, vars(nn.Module())
     for part, its_copy in zip(module.modules(), copy.modules(), strict=True):
@@ -479,7 +486,7 @@ def numpy_mlp(net: nn.Sequential):
 
     def forward(x: np.ndarray) -> np.ndarray:
         if next(calls) % 256 == 0 and [x.data_ptr() for x in net.parameters()] != places:
-            fail("weights of the policy that acts were put into another tensor: change them in place, as by `copy_`")
+            fail("weights of the acting policy were replaced by other tensors: change them in place, with `copy_`")
         for (weight, bias), activation in zip(hidden, activations, strict=True):
             x = activation(x.dot(weight) + bias)  # of arrays this small, `@` takes half a microsecond more
         return x.dot(last_weight) + last_bias
@@ -487,7 +494,7 @@ def numpy_mlp(net: nn.Sequential):
     return forward
 
 
-def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> None:
+def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray, check: str = "check_same") -> None:
     """Fail unless acting and learning give the same outputs (B, ...), but for rounding, at observations (B, O)."""
     acted = torch.as_tensor(acted).detach().numpy()
     learnt = np.broadcast_to(learnt.detach().cpu().numpy(), acted.shape)
@@ -496,9 +503,10 @@ def check_same(acted: np.ndarray | Tensor, learnt: Tensor, obs: np.ndarray) -> N
     largest = np.abs(np.nan_to_num(learnt)).reshape(len(obs), -1).max(axis=1)
     scale = 1 + largest + 0.01 * np.abs(obs).max(axis=1)  # of each row; large observations are rounded, too
     if not np.allclose(acted.T / scale, learnt.T / scale, rtol=0, atol=1e-3, equal_nan=True):
-        hint = "`numpy_mlp` leaves out a part of `forward`, such as a number that has changed; `forward` is random, as "
-        hint += "with Dropout, looks at a whole batch, or changes its buffers, as with `spectral_norm`; or actions have"
-        hint += " another `log_prob`, or are changed after they are drawn"
+        hint = "`numpy_mlp` lacks a part of `forward`, such as a number that has changed; or `forward` is random "
+        hint += "(Dropout), looks at a whole batch, or changes its buffers (`spectral_norm`); or actions have another "
+        hint += "`log_prob`, or are changed after they are drawn. If both are right, as may be with another "
+        hint += f"distribution or with observations unlike those tried, change `{check}` or leave it out"
         fail(f"the policy that acts differs from the one that learns: {hint}")
 
 
@@ -530,15 +538,17 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
         acted, learnt = np.concatenate([acting(obs[:1]), acting(obs[1:])]), learning(torch.from_numpy(obs))
         sizes = acted.shape[1:], tuple(learnt.shape[1 - acted.ndim :])
         if sizes[0] and sizes[0] != sizes[1]:
-            shapes = "the policy that acts gives outputs of shape {}, the one that learns {}".format(*sizes)
-            fail(f"{shapes}: does `forward` compute more?")
+            shapes = (
+                f"the policy that acts has outputs of shape {sizes[0]}, the one that learns {tuple(learnt.shape[1:])}"
+            )
+            fail(f"{shapes}: does `forward` compute more? Then let the whole network act")
         if len(sizes[0]) > 1:
-            fail(f"the policy that acts gives outputs of shape {sizes[0]} for an observation: make them one per action")
-        check_same(acted, learnt, obs)
+            fail(f"the policy that acts gives outputs of shape {sizes[0]} per observation: flatten them to (A,)")
+        check_same(acted, learnt, obs, check="check_policy")  # which tries random observations
     except (ValueError, IndexError) as error:  # such as BatchNorm's for a single row
-        hint = "; does `forward` do more than the layers that `numpy_mlp` has?"
+        hint = "; does `forward` do more than the layers that `numpy_mlp` has? Then let the whole network act"
         if isinstance(error, IndexError):
-            hint = " (at random observations; if it never sees such ones, leave `check_policy` out)"
+            hint = " (at random observations; if real ones are safe, leave out `check_policy`)"
         fail(f"the policy can't act: {error}{hint}")
     finally:
         torch._foreach_copy_(state, first)
@@ -556,7 +566,7 @@ def fail(message: str) -> NoReturn:
 def named(names: tuple[str, ...], values: Tensor) -> dict[str, float]:
     """Metrics by name, one for each value."""
     if not len(names) == len(set(names)) == len(values):
-        fail(f"an update gives {len(values)} metrics for {len(names)} names, {len(set(names))} different, of METRICS")
+        fail(f"{len(values)} metrics for {len(names)} names, {len(set(names))} of them distinct: compare METRICS")
     return dict(zip(names, values.tolist(), strict=True))
 
 
@@ -572,6 +582,9 @@ def num_cores() -> int:
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
     """The library that makes the environments; SystemExit(2) with similar ids if none knows the id."""
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
+    spec = gym.registry.get(env_id)
+    if str(getattr(spec, "entry_point", "")).startswith("__main__:"):  # which worker processes do not import
+        spec.entry_point = gym.envs.registration.load_env_creator(spec.entry_point)
     libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"][: 2 - (":" in env_id)], []
     for library in libraries if in_process else reversed(libraries):
         # EnvPool takes half a second to import
@@ -605,7 +618,7 @@ def end_with_parent() -> None:
 def become_worker(seed: int) -> None:
     """In a worker process: end soon after the parent, leave signals to it, and draw random numbers of its own."""
     random.seed(seed)
-    np.random.seed(seed)  # of which all workers would else inherit the same state
+    np.random.seed(seed)  # otherwise all workers would inherit one state
     threading.Thread(target=end_with_parent, daemon=True).start()
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
@@ -625,9 +638,9 @@ def wrap(env: gym.Env) -> gym.Env:
 
 
 def refuse_floats(obs):
-    """A ValueError for floats by a space of integers, such as pixels over 255: to store them would round them off."""
+    """ValueError for floats in a space of integers, such as pixels / 255: storing them would round them off."""
     if np.asarray(obs).dtype.kind == "f":
-        raise ValueError("observations are floats, by a space of integers: a wrapper must tell its own space")
+        raise ValueError("observations are floats, but the space has integers: a wrapper must set its own space")
     return obs
 
 
@@ -645,7 +658,7 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
             raise ValueError(f"{what}: normalize as ppo_continuous_action.py does")
         layer = layer.env
     if not env.observation_space.is_np_flattenable:
-        raise ValueError(f"observations are {env.observation_space}, of which there is no vector")
+        raise ValueError(f"observations are {env.observation_space}, which can't be flattened")
     if isinstance(env.observation_space, gym.spaces.Box) and env.observation_space.dtype.kind in "iu":
         env = gym.wrappers.TransformObservation(env, refuse_floats, env.observation_space)
     is_flat = isinstance(env.observation_space, gym.spaces.Box) and len(env.observation_space.shape) == 1
@@ -658,7 +671,7 @@ def changes_envs(env_id: str) -> bool:
     Tries the first two on an empty environment.
     """
     if getattr(getattr(wrap, "__code__", None), "co_code", None) != (lambda env: env).__code__.co_code:
-        return True  # even if it leaves the empty one alone
+        return True  # even if it does not wrap the one below
     if spec := gym.registry.get(env_id):  # which may have been registered anew, or changed
         source, steps = spec.entry_point, importlib.import_module("envpool").make_spec(env_id).config.max_episode_steps
         is_own = not getattr(source, "__module__", source).startswith("gymnasium.")
@@ -678,7 +691,7 @@ def changes_envs(env_id: str) -> bool:
 
 
 class SyncEnvs:
-    """Environments stepped in turn in this process; for a single one, a step takes 14 us less than in SyncVectorEnv."""
+    """Environments stepped one by one in this process; with just one, 14 us a step faster than SyncVectorEnv."""
 
     def __init__(self, env_fns: list):
         self.envs, self.done = [env_fn() for env_fn in env_fns], np.zeros(len(env_fns), dtype=bool)
@@ -716,7 +729,7 @@ class SyncEnvs:
 
 
 def check_portable(error: BaseException) -> None:
-    """Raise a RuntimeError in place of an error that can't be sent to the parent, which would wait for it for ever."""
+    """Raise a RuntimeError in place of an error that can't be sent to the parent, or the parent waits forever."""
     try:
         if isinstance(error, SystemExit):  # Gymnasium's worker does not send it
             raise TypeError
@@ -727,17 +740,17 @@ def check_portable(error: BaseException) -> None:
 
 
 class WorkerEnv(gym.Wrapper):
-    """An environment in a worker process. It refuses observations of a wrong shape; of an `info`, numbers are kept.
+    """An environment in a worker process. Refuses observations of a wrong shape, keeps numbers of `info`.
 
-    Else, in the arrays of all environments, a single number would fill a whole observation, and the first integer of an
-    `info` would cut off the decimals of others. The parent makes one, too, to learn the spaces.
+    Else, in the arrays of all environments, one number would be spread over a whole observation, and an integer that
+    comes first in `info` would truncate other environments' decimals. The parent makes one too, to learn the spaces.
     """
 
     def __init__(self, env_fn, seed: int, parent: int):
         if os.getpid() != parent:
             become_worker(seed)
         super().__init__(env_fn())
-        self.shape = self.observation_space.shape  # which each step would look up through all wrappers
+        self.shape = self.observation_space.shape  # else each step looks it up through all wrappers
 
     def reset(self, **settings):
         try:
@@ -757,7 +770,7 @@ class WorkerEnv(gym.Wrapper):
 
     def checked(self, obs):
         if np.shape(obs) != self.shape:
-            raise ValueError(f"an observation of shape {np.shape(obs)}, by a space of shape {self.shape}")
+            raise ValueError(f"observation has shape {np.shape(obs)}, its space has {self.shape}")
         return obs
 
 
@@ -766,7 +779,7 @@ def light_start():
     """Worker processes started in this context ignore signals, have one thread, and do not import this file.
 
     Otherwise multiprocessing imports the main module in each, and with it PyTorch: 1.6 s and 230 MB instead of 0.2 s
-    and 40 MB. So an empty module takes its place meanwhile. This process gets its signals when the context ends.
+    and 40 MB. So an empty module takes its place. This process's signals wait until unblocked, or the context ends.
     """
     threads, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
     resource_tracker.ensure_running()  # which unblocks signals when it starts
@@ -807,7 +820,7 @@ def worker_envs(env_fns: list, seeds: list[int]) -> gym.vector.AsyncVectorEnv:
 
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray, instead: np.ndarray | float = 0) -> None:
-    """Raise a ValueError at NaN or infinity; in observations that terminated an episode, put `instead` there."""
+    """Raise ValueError for NaN or infinity; in the last observation of a terminated episode, put `instead`."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
         obs[terminated] = np.where(np.abs(obs) < 3e38, obs, instead)[terminated]
@@ -819,7 +832,8 @@ def check_chosen(action: np.ndarray, space: gym.Space) -> None:
     """ValueError for an action that a Discrete space does not have; EnvPool would read memory that is not its own."""
     is_discrete = isinstance(space, gym.spaces.Discrete)
     if is_discrete and (action.min() < space.start or action.max() >= space.start + space.n):
-        raise ValueError(f"action {action.max()} for a space {space}: does the network have an output for each?")
+        wrong = action.min() if action.min() < space.start else action.max()
+        raise ValueError(f"action {wrong} for a space {space}: does the network have one output per action?")
 
 
 def warn_of_pixels(space: gym.Space, obs_dim: int) -> None:
@@ -874,8 +888,8 @@ class Envs:
                 self.action_space = self.vector.single_action_space
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
         except Exception as error:  # anything a constructor may raise
-            hint = "; EnvPool's are others than Gymnasium's" * (getattr(self, "backend", None) == "envpool")
-            fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}{hint}")
+            hint = "; EnvPool's differ from Gymnasium's" * (getattr(self, "backend", None) == "envpool")
+            fail(f"can't make {args.env_id} with --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}{hint}")
         for how in ("sync", "async") if self.backend == "envpool" else ():
             if vars(args).get(f"{how}_envs"):
                 fail(f"--{how}-envs is for Gymnasium's environments; {args.env_id} is EnvPool's, which has threads")
@@ -891,7 +905,7 @@ class Envs:
     def flatten(self, obs) -> np.ndarray:
         if isinstance(self.observation_space, gym.spaces.Box):
             if obs.size != self.num_envs * self.obs_dim:
-                raise ValueError(f"observations of shape {obs.shape[1:]}, by a space of {self.obs_dim} numbers")
+                raise ValueError(f"observations have shape {obs.shape[1:]}, their space {self.obs_dim} numbers")
             return obs.reshape(self.num_envs, -1)
         rows = [{key: obs[key][i] for key in obs} for i in range(self.num_envs)] if isinstance(obs, dict) else obs
         return np.stack([gym.spaces.flatten(self.observation_space, row) for row in rows])
@@ -903,7 +917,7 @@ class Envs:
             self.seeds = [None] * self.num_envs  # a second reset begins other episodes
             obs = self.flatten(obs)
             check_finite(obs, np.zeros(1), np.zeros(len(obs), dtype=bool))
-        except (Exception, SystemExit) as error:  # whatever an environment brings up, or the pipe to a dead worker
+        except (Exception, SystemExit) as error:  # anything an environment raises, or the pipe to a dead worker
             self.stop(self.explain(error))
         self.last_obs = obs
         return obs
@@ -917,7 +931,7 @@ class Envs:
             if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
                 check_chosen(action, self.action_space)  # only now and then, as it takes microseconds
                 self.note_ends(infos, terminated | truncated)
-        except (Exception, SystemExit) as error:  # whatever an environment brings up, or the pipe to a dead worker
+        except (Exception, SystemExit) as error:  # anything an environment raises, or the pipe to a dead worker
             self.stop(self.explain(error))
         self.last_obs = obs
         return obs, reward, terminated, truncated
@@ -962,7 +976,7 @@ def rollout_sizes(args: Args, num_envs: int) -> tuple[int, int]:
     if batch_size % args.num_minibatches:
         fail(f"the {batch_size} rows of a rollout can't be divided into {args.num_minibatches} equal minibatches")
     if args.norm_adv and batch_size == args.num_minibatches:
-        fail("minibatches have one row, whose normalized advantage is 0: fewer --num-minibatches, or --no-norm-adv")
+        fail("minibatches have one row, whose normalized advantage is 0: lower --num-minibatches or --no-norm-adv")
     if args.total_timesteps < batch_size:
         fail(f"--total-timesteps {args.total_timesteps} is less than one rollout, {batch_size} steps")
     return batch_size, args.total_timesteps // batch_size
@@ -970,20 +984,21 @@ def rollout_sizes(args: Args, num_envs: int) -> tuple[int, int]:
 
 def validate(args: Args) -> torch.device:
     """Refuse settings that can't work, before any work is done; returns the device to learn on."""
-    kinds = {field.name: str(field.type) for field in fields(args)}  # a float may be given as 0
+    kinds = {field.name: str(field.type) for field in fields(args)}  # floats may be given as ints
     for name, value in asdict(args).items():
         if hasattr(getattr(args, name), "__dataclass_fields__"):
             fail(f"`{name}` of `Args` is a dataclass, which no checkpoint restores: make its fields settings of `Args`")
         least, most = LIMITS.get(name, (int(type(value) is int and "float" not in kinds[name]), math.inf))
         if type(value) in (int, float) and not (least <= value <= most and abs(value) < 3e38):  # float32 ends there
             bound = f" and at most {most}" if most < math.inf else " and less than 3e38" * (type(value) is float)
-            hint = "; bounds of a setting of your own go into LIMITS" * (value == getattr(type(args), name, None))
+            is_own = value == getattr(type(args), name, None) or (name not in LIMITS and value < 0)
+            hint = "; bounds of a setting of your own go into LIMITS" * is_own
             fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}{hint}")
     for how in ("sync", "async"):
         if vars(args).get(f"{how}_envs") and vars(args).get("env_backend") == "envpool":
             fail(f"--{how}-envs is for Gymnasium's environments; EnvPool's step in threads")
     if args.track and not (args.tensorboard and importlib.util.find_spec("wandb")):
-        fail("--track sends TensorBoard's events to Weights & Biases: pip install wandb, and no --no-tensorboard")
+        fail("--track sends TensorBoard's events to Weights & Biases: pip install wandb, and drop --no-tensorboard")
     try:
         device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         if device.type not in ("cpu", "cuda"):
@@ -1000,7 +1015,7 @@ def refuse_idle_calls() -> None:
     """Refuse functions that would do nothing in this file: they work on `.grad`, and gradients are kept elsewhere."""
     source = Path(__file__).read_text(encoding="utf-8")
     kinds = [f"optim.{name}" for name, x in vars(torch.optim).items() if isinstance(x, type)]
-    imported = [name for name, x in globals().items() if str(getattr(x, "__module__", "")).startswith("torch.optim")]
+    imported = [name for name, x in globals().items() if isinstance(x, type) and issubclass(x, torch.optim.Optimizer)]
     names = ("clip_grad_norm_", "clip_grad_value_", *kinds, *imported)
     if not any(f"{name}(" in source for name in names):
         return
@@ -1012,7 +1027,7 @@ def refuse_idle_calls() -> None:
     for function in (x for x in nodes if isinstance(x, ast.FunctionDef)):  # others may have a `.backward`
         parts = [*ast.walk(function)]
         calls = [ast.unparse(x.func) for x in parts if isinstance(x, ast.Call)]
-        has_others = any(isinstance(x, ast.FunctionDef) for x in parts[1:])  # as `train`, whose gradients are theirs
+        has_others = any(isinstance(x, ast.FunctionDef) for x in parts[1:])  # such as `train`: they take the gradients
         if any(call.endswith("autograd.grad") for call in calls) and not (has_others or fills_grad(parts)):
             idle += [call for call in calls if call.endswith(names[:2]) and call not in own]
     if idle:
@@ -1028,7 +1043,7 @@ def fills_grad(nodes: list[ast.AST]) -> bool:
 
 
 def refuse_idle_settings() -> None:
-    """Refuse a loop of `train` that sets one of `args` which nothing reads after `run.open`: that would do nothing."""
+    """Refuse a loop of `train` that sets an attribute of `args` that nothing reads after `run.open`: no effect."""
     parts = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
     train = [node for x in parts if getattr(x, "name", "") == "train" for node in [*ast.walk(x)][1:]]
     loops = [node for x in train if isinstance(x, ast.For | ast.While) for node in ast.walk(x)]
@@ -1044,7 +1059,7 @@ def refuse_idle_settings() -> None:
     later += [node for x in parts if getattr(x, "name", "") != "train" for node in ast.walk(x)]
     reads = {x.attr for x in later if isinstance(x, ast.Attribute) and isinstance(x.ctx, ast.Load)}
     if idle := sorted(x for x in names - reads if not x.endswith(("learning_rate", "_lr"))):
-        fail(f"`args.{idle[0]}` is read before the loop alone: to change it there would do nothing; use a tensor")
+        fail(f"`args.{idle[0]}` is read only before the loop, so setting it there has no effect: use a tensor")
 
 
 def typed_flags() -> list[str]:
@@ -1066,7 +1081,7 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     """Settings and checkpoint of the run to resume; without --resume, the settings as given and an empty dict."""
     if args.resume is None:
         if args.override:
-            fail("--override changes settings of a run that goes on; it needs --resume RUN")
+            fail("--override changes settings of a resumed run; it needs --resume RUN")
         return args, {}
     try:
         # Memory-mapped: a replay buffer is copied from the file directly to its place
@@ -1102,8 +1117,8 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
         name, _, value = change.partition("=")
         name = name.replace("-", "_")
         if name not in CHANGEABLE:
-            why = "can't change in a run" if hasattr(saved, name) else "is no setting"
-            fail(f"--override {change}: {name} {why}; NAME=VALUE is for CHANGEABLE: {', '.join(CHANGEABLE)}")
+            why = "can't change in a run" if hasattr(saved, name) else "is unknown"
+            fail(f"--override {change}: {name} {why}; it may change {', '.join(CHANGEABLE)}")
         flag = f"--{name.replace('_', '-')}={value}"
         new = tyro.cli(tyro.conf.FlagConversionOff[Args], args=[flag], default=saved)
         print(f"{name} was {getattr(saved, name)}, from here on {getattr(new, name)}", file=sys.stderr)
@@ -1148,10 +1163,11 @@ def check_storable(name: str, value) -> None:
         fail(f"{name} is {type(value).__name__}, which no checkpoint can hold: make it a tensor, a number, a string")
 
 
-def check_owners(state: dict) -> None:
-    """Refuse weights that no optimizer in `run.open` changes, or that no module there would bring into checkpoints.
+def check_owners(state: dict, variables: dict) -> None:
+    """Refuse weights that no optimizer in `run.open` changes, or that are in no module there and so not in checkpoints.
 
-    A module with the same parameters as another one, such as a target network, needs no optimizer.
+    A module with the parameter names of another, such as a target network, needs no optimizer. Networks and optimizers
+    among the `variables` of `train` that no checkpoint would have are named in a note.
     """
     modules = {name: part for name, part in state.items() if isinstance(part, nn.Module)}
     keys = {name: [key for key, _ in part.named_parameters()] for name, part in modules.items()}
@@ -1161,26 +1177,31 @@ def check_owners(state: dict) -> None:
         own = part.weights if hasattr(part, "step") and hasattr(part, "weights") else ()
         weights = {id(x) for x in own} | {id(x) for group in getattr(part, "param_groups", ()) for x in group["params"]}
         learning |= weights
-        if not (weights <= saved or others):  # of which nobody knows what they save
-            fail(f"`run.open` must get the modules whose weights `{name}` changes, so that checkpoints have them")
+        if not (weights <= saved or others):  # `others` may save them, too
+            fail(f"`run.open` must get the modules whose weights `{name}` changes, so that checkpoints hold them")
     for name, part in modules.items():
         idle = [key for key, x in part.named_parameters() if x.requires_grad and id(x) not in learning]
         if idle and list(keys.values()).count(keys[name]) == 1:
             hint = "freeze it by `requires_grad_(False)` or, if your own code changes it, leave `check_owners` out"
             fail(f"no optimizer in `run.open` changes `{name}.{idle[0]}`: {hint}")
+    for name, x in variables.items():
+        own = [key for key, _ in x.named_parameters()] if isinstance(x, nn.Module) else []
+        is_new = own and own not in keys.values() and not {id(weight) for weight in x.parameters()} <= saved
+        if is_new or (isinstance(x, torch.optim.Optimizer) and x not in state.values()):
+            print(f"note: `{name}` is not given to `run.open`: a resumed run has a new one", file=sys.stderr)
 
 
 def end_broken_runs() -> None:
-    """Close runs that no function of this file works at any more: after an error, a notebook keeps them alive.
+    """Close runs whose `train` is not running any more: after an error, a notebook keeps them alive.
 
-    That ends their processes, once they were opened (`RayRunners`: begun).
+    That ends their processes, if `run.open` (`RayRunners`: `begin`) was reached.
     """
     at_work, frame = set(), sys._getframe()
     while frame is not None:
         at_work |= {(id(x), frame.f_code.co_filename) for x in frame.f_locals.values()}
         frame = frame.f_back
     for run in [x for x in gc.get_objects() if type(x).__name__ == "Run" and hasattr(x, "at_end")]:
-        if (id(run), run.on_signal.__code__.co_filename) not in at_work:  # else this run is part of that one
+        if (id(run), run.on_signal.__code__.co_filename) not in at_work:  # else that run has started this one
             with contextlib.suppress(Exception):  # what broke may not close
                 run.at_end.close()
 
@@ -1199,7 +1220,7 @@ class Run:
         self.at_end, self.exit_code = contextlib.ExitStack(), 1  # calls of `close`, the last one first
         self.args, self.checkpoint = load_checkpoint(args)
         self.device = validate(self.args)
-        self.settings, self.home = asdict(self.args), Path.cwd()  # which an environment may leave for another folder
+        self.settings, self.home = asdict(self.args), Path.cwd()  # an environment may change the current folder
         counters = (self.checkpoint.get(name, 0) for name in ("global_step", "iteration", "num_updates", "seconds"))
         self.step, self.iteration, self.num_updates, self.seconds = counters
         self.logged_step = self.saved_step = self.first_step = self.step
@@ -1213,15 +1234,17 @@ class Run:
         # What a script sets for the whole process: in a notebook, the next run finds it as this one did
         self.at_end.callback(torch.set_num_threads, torch.get_num_threads())
         self.at_end.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        cudnn = sys.modules["torch.backends.cudnn"]  # named as an attribute of torch, this class could not go to Ray
+        cudnn = sys.modules["torch.backends.cudnn"]  # naming torch.backends.cudnn here would break Ray's pickling
         self.at_end.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
+        tiny = torch.tensor(1e-310, dtype=torch.float64)  # no function says whether such numbers count as zero
+        self.at_end.callback(torch.set_flush_denormal, not (tiny * 1).item())
 
     def env_seeds(self, num_envs: int) -> list[int]:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
     def param_groups(self) -> list[dict]:
-        """Those of optimizers of `torch.optim`, which a copy may have."""
+        """The `param_groups` of a copy's `torch.optim` optimizers."""
         return [group for part in self.state.values() for group in getattr(part, "param_groups", ())]
 
     def restore(self) -> None:
@@ -1247,25 +1270,25 @@ class Run:
 
     def open(self, envs, **state) -> None:
         """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
-        self.envs, self.state, envs.stop = envs, state, self.close  # which saves, if an environment raises an error
+        self.envs, self.state, envs.stop = envs, state, self.close  # so that the run is saved if an environment fails
         given, self.settings = self.settings, asdict(self.args)
         if self.checkpoint and (twice := [name for name in given if given[name] != self.settings[name]]):
-            fail(f"`args.{twice[0]}` changes before `run.open`, in this run a second time: use a variable of your own")
+            fail(f"`args.{twice[0]}` is set before `run.open`, so a resumed run sets it twice: use another variable")
         own = {"rng", "script", "args", "later_args", "seconds", "global_step", "iteration", "num_updates"}
         for name, part in state.items():
             if name in own:
                 fail(f"`run.open` can't keep `{name}` in checkpoints: they use this name; give it another one")
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 fail(f"`run.open`: `{name}` needs `state_dict` and `load_state_dict`, as an nn.Module with buffers has")
-        check_owners(state)
+        check_owners(state, sys._getframe(1).f_locals)
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
-        # Settings as a schedule in the loop had left them, but not those that are new; Ray's runners have the first
+        # Settings as the loop had left them, except those that were changed now. Ray's runners keep the first ones
         later = {} if hasattr(envs, "sent") else self.checkpoint.get("later_args", {})
         new = {x for x in later if x in self.checkpoint["override"] or self.checkpoint["args"][x] != self.settings[x]}
         later = {name: x for name, x in later.items() if name not in new}
         if self.checkpoint:
             self.restore()
-        self.first_rates = self.rates()
+        self.first_rates, self.changed = self.rates(), set()
         self.keep_rng()
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
@@ -1282,7 +1305,10 @@ class Run:
                 self.dir = new_folder(self.dir, f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}")
             self.dir.mkdir(parents=True, exist_ok=True)
             if not self.args.resume and any(self.dir.iterdir()):
-                fail(f"the run folder {self.place()} is not empty; --resume goes on with a run")
+                how = (
+                    "--resume continues a run" if Path(self.dir, "checkpoint.pt").exists() else "no run can go on there"
+                )
+                fail(f"the run folder {self.place()} is not empty; {how}")
             self.open_files()
         except Exception as error:  # those of Weights & Biases have no other type in common
             for file in self.new_files:  # else the folder would be refused to the next attempt
@@ -1296,7 +1322,7 @@ class Run:
                 print(f"note: nothing is learnt before step {starts:,}", file=sys.stderr)
         print(getattr(envs, "summary", f"environments: {self.args.env_id}"), file=sys.stderr)
         total, initial = self.args.total_timesteps, self.step
-        hidden = False if type(sys.stderr).__module__ == "ipykernel.iostream" else None  # None: but on a terminal
+        hidden = False if type(sys.stderr).__module__ == "ipykernel.iostream" else None  # None: unless on a terminal
         self.bar = tqdm(total=total, initial=initial, unit=" steps", unit_scale=True, disable=hidden)
         self.at_end.callback(self.bar.close)
         for name, x in later.items():
@@ -1389,14 +1415,21 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Write a line, with means over the episodes that ended since the last line, and save if that is due."""
+        """Write a line, with means over the episodes that ended since the last line, and save if that is due.
+
+        Metrics of your own belong into the script's own call: another one at the same step takes its place.
+        """
         seconds = time.perf_counter() - self.start_time
         self.check_settings()
+        for name, x in sys._getframe(1).f_locals.items():
+            if x is not self.state.get(name, x) and type(x) is type(self.state[name]):
+                fail(f"`{name}` is not what `run.open` was given, and checkpoints keep that: change it in place")
         own = {f"charts/{name}" for name in ("SPS", "episodic_return", "episodic_length", "episodes")}
         if taken := metrics.keys() & {"global_step", "seconds", *own}:
             fail(f"a metric can't be called {taken.pop()}: the log itself uses this name; {self.hint()}")
         metrics = dict(metrics)
-        metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
+        if self.step > self.logged_step:  # not so in a second line for a step, as with metrics of your own
+            metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
             self.returns.extend(episode_return for episode_return, _ in self.episodes)
             means = np.mean(self.episodes, axis=0).tolist()
@@ -1404,6 +1437,8 @@ class Run:
             metrics["charts/episodes"] = len(self.episodes)
         metrics |= {f"info/{key}": sum(values) / len(values) for key, values in self.envs.infos.items()}
         for name, value in metrics.items():
+            if not isinstance(value, bool | int | float | np.number | Tensor) or np.ndim(value):
+                fail(f"the metric {name} is {value!r}, which is no number; {self.hint()}")
             if not math.isfinite(value):
                 sys.exit(f"error: {name} is {value} at step {self.step}; {self.hint()}")
         line = {"global_step": self.step, "seconds": round(seconds, 3), **metrics}
@@ -1423,17 +1458,18 @@ class Run:
             self.save()
 
     def check_settings(self) -> None:
-        """Refuse a learning rate that changed in `args` while that of its optimizer stayed: nothing has read it."""
-        names = {name for name in self.settings if name.endswith(("learning_rate", "_lr"))}
-        names -= {"learning_rate"} if getattr(self.args, "anneal_lr", False) else set()
-        if not (changed := [name for name in sorted(names) if getattr(self.args, name) != self.settings[name]]):
+        """Refuse a learning rate that was changed in `args` before the last line, if that of its optimizer stayed."""
+        names = [name for name in self.settings if name.endswith(("learning_rate", "_lr")) and name != "anneal_lr"]
+        before, self.changed = self.changed, {x for x in names if getattr(self.args, x) != self.settings[x]}
+        if not (changed := sorted(before & self.changed)):  # a later line of the loop may read a change
             return
         pairs = [*zip(self.first_rates, self.rates(), strict=False)]  # a group may have been added
         idle = [old for old, new in pairs if old == new]
         both = {name: {self.settings[name], float(np.float32(self.settings[name]))} for name in changed}
         unread = [name for name in changed if both[name] & {*idle}] or changed[: len(idle) == len(pairs)]
         if unread and len(changed) > len(pairs) - len(idle):
-            fail(f"nothing reads that `args.{unread[0]}` has changed: fill `learning_rate` of its Adam; {self.hint()}")
+            how = "fill the `learning_rate` of its Adam, or give its optimizer to `run.open`"
+            fail(f"setting `args.{unread[0]}` has no effect: {how}; {self.hint()}")
 
     def rates(self) -> list[float]:
         """The learning rates of all optimizers."""
@@ -1501,7 +1537,7 @@ class Run:
         if error:
             sys.exit(f"error: {' '.join(error.split())}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
-            print("this run was finished before; a greater --total-timesteps (in PPO by a rollout) lets it go on")
+            print("this run is already finished; to go on, raise --total-timesteps (in PPO, by a rollout or more)")
         count = len(self.returns)
         score = f", mean return of the last {count} episodes {np.mean(self.returns):.1f}" if count else ""
         print(f"{self.step:,} steps in {self.seconds:.1f} s{score}\nlog, checkpoint, configuration: {self.place()}")

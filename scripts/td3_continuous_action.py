@@ -17,7 +17,7 @@ Shapes: N = num_envs, B = batch_size, O = size of an observation, A = of an acti
 
 Settings, except --env-id, are those of CleanRL's script of the same name. Departures from it: the step after an
 episode's end only resets the environment, and is neither stored nor counted; there is one update per stored transition,
-for any number of environments; products on CUDA are TF32; the target action is clipped to the bounds of each dimension,
+for any number of environments; products on CUDA use TF32; the target action is clipped to the bounds of each dimension,
 not to those of the first.
 
 Reading order: settings, networks, then `train`, the algorithm. Below the `# ----` line is only plumbing.
@@ -70,7 +70,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
-    override: tuple[str, ...] = ()  # with --resume: change a setting, NAME=VALUE; a wrong NAME lists what may change
+    override: tuple[str, ...] = ()  # with --resume: change settings, NAME=VALUE; an unknown NAME lists those allowed
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 1_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
@@ -80,8 +80,8 @@ class Args:
 
     # environment
     env_id: str = "HalfCheetah-v4"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: mostly EnvPool's for several (docs/ppo.md)
-    sync_envs: bool = False  # step all environments in this process, in turn: best where a step takes microseconds
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool's if several, mostly (docs/ppo.md)
+    sync_envs: bool = False  # step all environments in this process, one by one: best if a step takes microseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps in the whole run
     num_envs: int = 1  # environments side by side
@@ -89,7 +89,7 @@ class Args:
     # TD3
     learning_rate: float = 3e-4  # of Adam
     buffer_size: int = 1_000_000  # transitions kept for replay
-    save_replay: bool = True  # store the replay in the checkpoint, so that a resumed run learns from the same data
+    save_replay: bool = True  # save the replay buffer in checkpoints, so that a resumed run learns from the same data
     gamma: float = 0.99  # discount factor
     tau: float = 0.005  # target networks: target <- (1 - tau) * target + tau * online
     batch_size: int = 256  # transitions in one update
@@ -172,7 +172,7 @@ def train(args: Args) -> Path:
     run = Run(args)
     args, device = run.args, run.device
     if args.buffer_size < args.num_envs:
-        fail(f"--buffer-size {args.buffer_size} is less than what one step of {args.num_envs} environments brings")
+        fail(f"--buffer-size {args.buffer_size} must be at least --num-envs, {args.num_envs}")
     most = torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else 4  # more do not speed this up
     torch.set_num_threads(min(num_cores(), most))
     torch.set_flush_denormal(True)  # denormal moments of Adam slow a CPU down; threads started later inherit this
@@ -254,7 +254,7 @@ def train(args: Args) -> Path:
         run.episodes += statistics.update(reward[None], done[None], valid[None])
         run.step += num_rows
         num_due = (args.gradient_steps or num_rows) if num_rows and run.step > first_update else 0
-        # If the actor does not learn now, ask for the next action already: a GPU learns while the environment steps.
+        # If none of these updates changes the actor, request the next action now: a GPU learns while environments step.
         # Not before a log line: a checkpoint saved there would hold the random state after this action's noise
         if 0 < num_due < args.policy_frequency - run.num_updates % args.policy_frequency and not run.is_due():
             courier.ask(obs)
@@ -281,7 +281,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return torch.no_grad()(lambda obs: actor(torch.from_numpy(obs.astype(np.float32))).numpy().clip(*bounds))
 
 
-# ---- Plumbing: what the algorithm is built on, nearly all the same text in every script that has it ---------------
+# ---- Plumbing: what the algorithm is built on, nearly the same text in every script -------------------------------
 
 
 def free_memory(device: torch.device) -> float:
@@ -301,8 +301,8 @@ def free_memory(device: torch.device) -> float:
 class ReplayBuffer(nn.Module):
     """The last `capacity` transitions, each a row of observation (O), action (A), reward, next observation, terminated.
 
-    As one tensor, it takes one copy to write and one gather to sample. The number of rows ever written is kept on the
-    device, so that a CUDA graph reads its current value; on the host, the place of the next one.
+    In one tensor, they take one copy to write and one gather to sample. The device keeps the number of rows ever
+    written, so that a CUDA graph reads its current value; the host keeps the index of the next row.
     """
 
     def __init__(self, capacity: int, obs_dim: int, action_dim: int, device: torch.device):
@@ -333,7 +333,7 @@ class ReplayBuffer(nn.Module):
         return obs, action, reward.squeeze(1), next_obs, terminated.squeeze(1)
 
     def state_dict(self) -> dict:
-        """The rows in use, not copied; through NumPy, since torch.save writes the whole tensor of a slice."""
+        """The rows in use (on a CPU no copy); through NumPy, since torch.save writes a slice's whole tensor."""
         rows, others = self.rows[: int(self.num_written)], self.additions()
         for name, x in others.items():
             if isinstance(x, Tensor | np.ndarray | np.generic):
@@ -434,8 +434,8 @@ class EpisodeStatistics:
 class Adam(nn.Module):
     """Adam (Kingma & Ba 2015, algorithm 1): PyTorch's fused kernel, without the bookkeeping of torch.optim around it.
 
-    For small networks that bookkeeping takes longer than the kernel. Compiled code, which can use neither, takes the
-    formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state, the
+    For small networks that bookkeeping takes longer than the kernel. Compiled code can use neither: it evaluates the
+    formula for all weights as one vector (P,), which becomes a single loop. All changing state, the
     learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value. Gradients
     are handed to `step` and not kept in `.grad`: use `clip` of ppo.py; `clip_grad_norm_` would do nothing, nor would an
     optimizer of torch.optim. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`. To
@@ -449,7 +449,7 @@ class Adam(nn.Module):
         self.weights = [weight for weight in weights if weight.requires_grad]
         self.frozen = [weight for weight in weights if not weight.requires_grad]
         if not self.weights:
-            fail("an Adam was made of a module that has no weights which learn: are all frozen?")
+            fail("this Adam got a module without weights to learn: are all of them frozen?")
         self.sizes = [w.numel() for w in self.weights]
         zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
         self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate, dtype=torch.float))
@@ -465,17 +465,24 @@ class Adam(nn.Module):
         views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
         self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
 
+    def __setattr__(self, name: str, value) -> None:
+        """Also lets `optimizer.learning_rate = 1e-3` fill the tensor, which compiled code reads."""
+        if name == "learning_rate" and not isinstance(value, Tensor):
+            self.learning_rate.fill_(value)
+        else:
+            super().__setattr__(name, value)
+
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
-        """For loops of your own that call `backward`, which adds to `.grad`, and hand `.grad` to `step`."""
+        """Clear `.grad`, for loops of your own that call `backward` and pass `.grad` to `step`."""
         for weight in self.weights:
             weight.grad = None
 
     def state_dict(self, **settings) -> dict:
-        """The state for a checkpoint; SystemExit(2) if frozen weights are to learn now, as no step changes them."""
+        """The state for a checkpoint; SystemExit(2) if weights frozen at first require gradients now."""
         if any(weight.requires_grad for weight in self.frozen):
             fail("weights that were frozen when their Adam was made can't learn later")
         if not self.steps and self.beta_factors.tolist() != self.beta_factors.new_tensor(self.betas).tolist():
-            fail("the `betas` of an Adam were changed, but its formula has the old ones: hand them to it, `betas=...`")
+            fail("`betas` of an Adam changed after it was made, which its formula ignores: pass `betas=...` to Adam")
         return super().state_dict(**settings)
 
     def load_state_dict(self, state: dict) -> None:
@@ -488,9 +495,9 @@ class Adam(nn.Module):
 
     @torch.no_grad()
     def step(self, gradients: tuple[Tensor, ...]) -> None:
-        """Change the weights in place, down their gradients."""
+        """One step of Adam: change the weights in place."""
         self.steps.add_(1)
-        self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would recompute a power every few weights
+        self.beta_powers.mul_(self.beta_factors)  # multiplied: a fused loop would recompute `pow` every few weights
         (self.by_formula if torch.compiler.is_compiling() else self.by_kernel)(gradients, *self.betas)
 
     def by_kernel(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
@@ -501,7 +508,7 @@ class Adam(nn.Module):
         torch._fused_adam_(
             self.weights, gradients, self.exp_avgs, self.exp_avg_sqs, [], [self.steps] * len(gradients),
             lr=self.learning_rate, beta1=beta1, beta2=beta2, eps=self.eps,
-            weight_decay=0, amsgrad=False, maximize=False,  # a decay would be Adam's, L2, and not AdamW's
+            weight_decay=0, amsgrad=False, maximize=False,  # here a decay is L2, unlike AdamW's
         )  # fmt: skip
 
     def by_formula(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
@@ -524,7 +531,7 @@ def fail(message: str) -> NoReturn:
 def named(names: tuple[str, ...], values: Tensor) -> dict[str, float]:
     """Metrics by name, one for each value."""
     if not len(names) == len(set(names)) == len(values):
-        fail(f"an update gives {len(values)} metrics for {len(names)} names, {len(set(names))} different, of METRICS")
+        fail(f"{len(values)} metrics for {len(names)} names, {len(set(names))} of them distinct: compare METRICS")
     return dict(zip(names, values.tolist(), strict=True))
 
 
@@ -540,6 +547,9 @@ def num_cores() -> int:
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
     """The library that makes the environments; SystemExit(2) with similar ids if none knows the id."""
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
+    spec = gym.registry.get(env_id)
+    if str(getattr(spec, "entry_point", "")).startswith("__main__:"):  # which worker processes do not import
+        spec.entry_point = gym.envs.registration.load_env_creator(spec.entry_point)
     libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"][: 2 - (":" in env_id)], []
     for library in libraries if in_process else reversed(libraries):
         # EnvPool takes half a second to import
@@ -573,7 +583,7 @@ def end_with_parent() -> None:
 def become_worker(seed: int) -> None:
     """In a worker process: end soon after the parent, leave signals to it, and draw random numbers of its own."""
     random.seed(seed)
-    np.random.seed(seed)  # of which all workers would else inherit the same state
+    np.random.seed(seed)  # otherwise all workers would inherit one state
     threading.Thread(target=end_with_parent, daemon=True).start()
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
@@ -593,9 +603,9 @@ def wrap(env: gym.Env) -> gym.Env:
 
 
 def refuse_floats(obs):
-    """A ValueError for floats by a space of integers, such as pixels over 255: to store them would round them off."""
+    """ValueError for floats in a space of integers, such as pixels / 255: storing them would round them off."""
     if np.asarray(obs).dtype.kind == "f":
-        raise ValueError("observations are floats, by a space of integers: a wrapper must tell its own space")
+        raise ValueError("observations are floats, but the space has integers: a wrapper must set its own space")
     return obs
 
 
@@ -613,7 +623,7 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
             raise ValueError(f"{what}: normalize as ppo_continuous_action.py does")
         layer = layer.env
     if not env.observation_space.is_np_flattenable:
-        raise ValueError(f"observations are {env.observation_space}, of which there is no vector")
+        raise ValueError(f"observations are {env.observation_space}, which can't be flattened")
     if isinstance(env.observation_space, gym.spaces.Box) and env.observation_space.dtype.kind in "iu":
         env = gym.wrappers.TransformObservation(env, refuse_floats, env.observation_space)
     is_flat = isinstance(env.observation_space, gym.spaces.Box) and len(env.observation_space.shape) == 1
@@ -626,7 +636,7 @@ def changes_envs(env_id: str) -> bool:
     Tries the first two on an empty environment.
     """
     if getattr(getattr(wrap, "__code__", None), "co_code", None) != (lambda env: env).__code__.co_code:
-        return True  # even if it leaves the empty one alone
+        return True  # even if it does not wrap the one below
     if spec := gym.registry.get(env_id):  # which may have been registered anew, or changed
         source, steps = spec.entry_point, importlib.import_module("envpool").make_spec(env_id).config.max_episode_steps
         is_own = not getattr(source, "__module__", source).startswith("gymnasium.")
@@ -646,7 +656,7 @@ def changes_envs(env_id: str) -> bool:
 
 
 class SyncEnvs:
-    """Environments stepped in turn in this process; for a single one, a step takes 14 us less than in SyncVectorEnv."""
+    """Environments stepped one by one in this process; with just one, 14 us a step faster than SyncVectorEnv."""
 
     def __init__(self, env_fns: list):
         self.envs, self.done = [env_fn() for env_fn in env_fns], np.zeros(len(env_fns), dtype=bool)
@@ -684,7 +694,7 @@ class SyncEnvs:
 
 
 def check_portable(error: BaseException) -> None:
-    """Raise a RuntimeError in place of an error that can't be sent to the parent, which would wait for it for ever."""
+    """Raise a RuntimeError in place of an error that can't be sent to the parent, or the parent waits forever."""
     try:
         if isinstance(error, SystemExit):  # Gymnasium's worker does not send it
             raise TypeError
@@ -695,17 +705,17 @@ def check_portable(error: BaseException) -> None:
 
 
 class WorkerEnv(gym.Wrapper):
-    """An environment in a worker process. It refuses observations of a wrong shape; of an `info`, numbers are kept.
+    """An environment in a worker process. Refuses observations of a wrong shape, keeps numbers of `info`.
 
-    Else, in the arrays of all environments, a single number would fill a whole observation, and the first integer of an
-    `info` would cut off the decimals of others. The parent makes one, too, to learn the spaces.
+    Else, in the arrays of all environments, one number would be spread over a whole observation, and an integer that
+    comes first in `info` would truncate other environments' decimals. The parent makes one too, to learn the spaces.
     """
 
     def __init__(self, env_fn, seed: int, parent: int):
         if os.getpid() != parent:
             become_worker(seed)
         super().__init__(env_fn())
-        self.shape = self.observation_space.shape  # which each step would look up through all wrappers
+        self.shape = self.observation_space.shape  # else each step looks it up through all wrappers
 
     def reset(self, **settings):
         try:
@@ -725,7 +735,7 @@ class WorkerEnv(gym.Wrapper):
 
     def checked(self, obs):
         if np.shape(obs) != self.shape:
-            raise ValueError(f"an observation of shape {np.shape(obs)}, by a space of shape {self.shape}")
+            raise ValueError(f"observation has shape {np.shape(obs)}, its space has {self.shape}")
         return obs
 
 
@@ -734,7 +744,7 @@ def light_start():
     """Worker processes started in this context ignore signals, have one thread, and do not import this file.
 
     Otherwise multiprocessing imports the main module in each, and with it PyTorch: 1.6 s and 230 MB instead of 0.2 s
-    and 40 MB. So an empty module takes its place meanwhile. This process gets its signals when the context ends.
+    and 40 MB. So an empty module takes its place. This process's signals wait until unblocked, or the context ends.
     """
     threads, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
     resource_tracker.ensure_running()  # which unblocks signals when it starts
@@ -775,7 +785,7 @@ def worker_envs(env_fns: list, seeds: list[int]) -> gym.vector.AsyncVectorEnv:
 
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray, instead: np.ndarray | float = 0) -> None:
-    """Raise a ValueError at NaN or infinity; in observations that terminated an episode, put `instead` there."""
+    """Raise ValueError for NaN or infinity; in the last observation of a terminated episode, put `instead`."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
         obs[terminated] = np.where(np.abs(obs) < 3e38, obs, instead)[terminated]
@@ -787,7 +797,8 @@ def check_chosen(action: np.ndarray, space: gym.Space) -> None:
     """ValueError for an action that a Discrete space does not have; EnvPool would read memory that is not its own."""
     is_discrete = isinstance(space, gym.spaces.Discrete)
     if is_discrete and (action.min() < space.start or action.max() >= space.start + space.n):
-        raise ValueError(f"action {action.max()} for a space {space}: does the network have an output for each?")
+        wrong = action.min() if action.min() < space.start else action.max()
+        raise ValueError(f"action {wrong} for a space {space}: does the network have one output per action?")
 
 
 def warn_of_pixels(space: gym.Space, obs_dim: int) -> None:
@@ -842,8 +853,8 @@ class Envs:
                 self.action_space = self.vector.single_action_space
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
         except Exception as error:  # anything a constructor may raise
-            hint = "; EnvPool's are others than Gymnasium's" * (getattr(self, "backend", None) == "envpool")
-            fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}{hint}")
+            hint = "; EnvPool's differ from Gymnasium's" * (getattr(self, "backend", None) == "envpool")
+            fail(f"can't make {args.env_id} with --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}{hint}")
         for how in ("sync", "async") if self.backend == "envpool" else ():
             if vars(args).get(f"{how}_envs"):
                 fail(f"--{how}-envs is for Gymnasium's environments; {args.env_id} is EnvPool's, which has threads")
@@ -859,7 +870,7 @@ class Envs:
     def flatten(self, obs) -> np.ndarray:
         if isinstance(self.observation_space, gym.spaces.Box):
             if obs.size != self.num_envs * self.obs_dim:
-                raise ValueError(f"observations of shape {obs.shape[1:]}, by a space of {self.obs_dim} numbers")
+                raise ValueError(f"observations have shape {obs.shape[1:]}, their space {self.obs_dim} numbers")
             return obs.reshape(self.num_envs, -1)
         rows = [{key: obs[key][i] for key in obs} for i in range(self.num_envs)] if isinstance(obs, dict) else obs
         return np.stack([gym.spaces.flatten(self.observation_space, row) for row in rows])
@@ -871,7 +882,7 @@ class Envs:
             self.seeds = [None] * self.num_envs  # a second reset begins other episodes
             obs = self.flatten(obs)
             check_finite(obs, np.zeros(1), np.zeros(len(obs), dtype=bool))
-        except (Exception, SystemExit) as error:  # whatever an environment brings up, or the pipe to a dead worker
+        except (Exception, SystemExit) as error:  # anything an environment raises, or the pipe to a dead worker
             self.stop(self.explain(error))
         self.last_obs = obs
         return obs
@@ -885,7 +896,7 @@ class Envs:
             if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
                 check_chosen(action, self.action_space)  # only now and then, as it takes microseconds
                 self.note_ends(infos, terminated | truncated)
-        except (Exception, SystemExit) as error:  # whatever an environment brings up, or the pipe to a dead worker
+        except (Exception, SystemExit) as error:  # anything an environment raises, or the pipe to a dead worker
             self.stop(self.explain(error))
         self.last_obs = obs
         return obs, reward, terminated, truncated
@@ -926,8 +937,9 @@ class Envs:
 
 def refuse_batch_norm(actor: nn.Module) -> None:
     """SystemExit(2) for BatchNorm in the actor: actions would depend on other environments' rows; one row fails."""
-    if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in actor.modules()):
-        fail("BatchNorm in the actor would mix the observations of all environments: LayerNorm works")
+    if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training for layer in actor.modules()):
+        how = "LayerNorm works, or `eval()` when it is made, and `train()` only while it learns"
+        fail(f"BatchNorm in the actor would mix the observations of all environments: {how}")
 
 
 def bounded_actions(space: gym.Space) -> tuple[np.ndarray, np.ndarray]:
@@ -963,20 +975,21 @@ def set_matmul_precision(precision: str, device: torch.device, bf16: bool) -> No
 
 def validate(args: Args) -> torch.device:
     """Refuse settings that can't work, before any work is done; returns the device to learn on."""
-    kinds = {field.name: str(field.type) for field in fields(args)}  # a float may be given as 0
+    kinds = {field.name: str(field.type) for field in fields(args)}  # floats may be given as ints
     for name, value in asdict(args).items():
         if hasattr(getattr(args, name), "__dataclass_fields__"):
             fail(f"`{name}` of `Args` is a dataclass, which no checkpoint restores: make its fields settings of `Args`")
         least, most = LIMITS.get(name, (int(type(value) is int and "float" not in kinds[name]), math.inf))
         if type(value) in (int, float) and not (least <= value <= most and abs(value) < 3e38):  # float32 ends there
             bound = f" and at most {most}" if most < math.inf else " and less than 3e38" * (type(value) is float)
-            hint = "; bounds of a setting of your own go into LIMITS" * (value == getattr(type(args), name, None))
+            is_own = value == getattr(type(args), name, None) or (name not in LIMITS and value < 0)
+            hint = "; bounds of a setting of your own go into LIMITS" * is_own
             fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}{hint}")
     for how in ("sync", "async"):
         if vars(args).get(f"{how}_envs") and vars(args).get("env_backend") == "envpool":
             fail(f"--{how}-envs is for Gymnasium's environments; EnvPool's step in threads")
     if args.track and not (args.tensorboard and importlib.util.find_spec("wandb")):
-        fail("--track sends TensorBoard's events to Weights & Biases: pip install wandb, and no --no-tensorboard")
+        fail("--track sends TensorBoard's events to Weights & Biases: pip install wandb, and drop --no-tensorboard")
     try:
         device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         if device.type not in ("cpu", "cuda"):
@@ -993,7 +1006,7 @@ def refuse_idle_calls() -> None:
     """Refuse functions that would do nothing in this file: they work on `.grad`, and gradients are kept elsewhere."""
     source = Path(__file__).read_text(encoding="utf-8")
     kinds = [f"optim.{name}" for name, x in vars(torch.optim).items() if isinstance(x, type)]
-    imported = [name for name, x in globals().items() if str(getattr(x, "__module__", "")).startswith("torch.optim")]
+    imported = [name for name, x in globals().items() if isinstance(x, type) and issubclass(x, torch.optim.Optimizer)]
     names = ("clip_grad_norm_", "clip_grad_value_", *kinds, *imported)
     if not any(f"{name}(" in source for name in names):
         return
@@ -1005,7 +1018,7 @@ def refuse_idle_calls() -> None:
     for function in (x for x in nodes if isinstance(x, ast.FunctionDef)):  # others may have a `.backward`
         parts = [*ast.walk(function)]
         calls = [ast.unparse(x.func) for x in parts if isinstance(x, ast.Call)]
-        has_others = any(isinstance(x, ast.FunctionDef) for x in parts[1:])  # as `train`, whose gradients are theirs
+        has_others = any(isinstance(x, ast.FunctionDef) for x in parts[1:])  # such as `train`: they take the gradients
         if any(call.endswith("autograd.grad") for call in calls) and not (has_others or fills_grad(parts)):
             idle += [call for call in calls if call.endswith(names[:2]) and call not in own]
     if idle:
@@ -1021,7 +1034,7 @@ def fills_grad(nodes: list[ast.AST]) -> bool:
 
 
 def refuse_idle_settings() -> None:
-    """Refuse a loop of `train` that sets one of `args` which nothing reads after `run.open`: that would do nothing."""
+    """Refuse a loop of `train` that sets an attribute of `args` that nothing reads after `run.open`: no effect."""
     parts = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
     train = [node for x in parts if getattr(x, "name", "") == "train" for node in [*ast.walk(x)][1:]]
     loops = [node for x in train if isinstance(x, ast.For | ast.While) for node in ast.walk(x)]
@@ -1037,7 +1050,7 @@ def refuse_idle_settings() -> None:
     later += [node for x in parts if getattr(x, "name", "") != "train" for node in ast.walk(x)]
     reads = {x.attr for x in later if isinstance(x, ast.Attribute) and isinstance(x.ctx, ast.Load)}
     if idle := sorted(x for x in names - reads if not x.endswith(("learning_rate", "_lr"))):
-        fail(f"`args.{idle[0]}` is read before the loop alone: to change it there would do nothing; use a tensor")
+        fail(f"`args.{idle[0]}` is read only before the loop, so setting it there has no effect: use a tensor")
 
 
 def typed_flags() -> list[str]:
@@ -1059,7 +1072,7 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     """Settings and checkpoint of the run to resume; without --resume, the settings as given and an empty dict."""
     if args.resume is None:
         if args.override:
-            fail("--override changes settings of a run that goes on; it needs --resume RUN")
+            fail("--override changes settings of a resumed run; it needs --resume RUN")
         return args, {}
     try:
         # Memory-mapped: a replay buffer is copied from the file directly to its place
@@ -1095,8 +1108,8 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
         name, _, value = change.partition("=")
         name = name.replace("-", "_")
         if name not in CHANGEABLE:
-            why = "can't change in a run" if hasattr(saved, name) else "is no setting"
-            fail(f"--override {change}: {name} {why}; NAME=VALUE is for CHANGEABLE: {', '.join(CHANGEABLE)}")
+            why = "can't change in a run" if hasattr(saved, name) else "is unknown"
+            fail(f"--override {change}: {name} {why}; it may change {', '.join(CHANGEABLE)}")
         flag = f"--{name.replace('_', '-')}={value}"
         new = tyro.cli(tyro.conf.FlagConversionOff[Args], args=[flag], default=saved)
         print(f"{name} was {getattr(saved, name)}, from here on {getattr(new, name)}", file=sys.stderr)
@@ -1141,10 +1154,11 @@ def check_storable(name: str, value) -> None:
         fail(f"{name} is {type(value).__name__}, which no checkpoint can hold: make it a tensor, a number, a string")
 
 
-def check_owners(state: dict) -> None:
-    """Refuse weights that no optimizer in `run.open` changes, or that no module there would bring into checkpoints.
+def check_owners(state: dict, variables: dict) -> None:
+    """Refuse weights that no optimizer in `run.open` changes, or that are in no module there and so not in checkpoints.
 
-    A module with the same parameters as another one, such as a target network, needs no optimizer.
+    A module with the parameter names of another, such as a target network, needs no optimizer. Networks and optimizers
+    among the `variables` of `train` that no checkpoint would have are named in a note.
     """
     modules = {name: part for name, part in state.items() if isinstance(part, nn.Module)}
     keys = {name: [key for key, _ in part.named_parameters()] for name, part in modules.items()}
@@ -1154,26 +1168,31 @@ def check_owners(state: dict) -> None:
         own = part.weights if hasattr(part, "step") and hasattr(part, "weights") else ()
         weights = {id(x) for x in own} | {id(x) for group in getattr(part, "param_groups", ()) for x in group["params"]}
         learning |= weights
-        if not (weights <= saved or others):  # of which nobody knows what they save
-            fail(f"`run.open` must get the modules whose weights `{name}` changes, so that checkpoints have them")
+        if not (weights <= saved or others):  # `others` may save them, too
+            fail(f"`run.open` must get the modules whose weights `{name}` changes, so that checkpoints hold them")
     for name, part in modules.items():
         idle = [key for key, x in part.named_parameters() if x.requires_grad and id(x) not in learning]
         if idle and list(keys.values()).count(keys[name]) == 1:
             hint = "freeze it by `requires_grad_(False)` or, if your own code changes it, leave `check_owners` out"
             fail(f"no optimizer in `run.open` changes `{name}.{idle[0]}`: {hint}")
+    for name, x in variables.items():
+        own = [key for key, _ in x.named_parameters()] if isinstance(x, nn.Module) else []
+        is_new = own and own not in keys.values() and not {id(weight) for weight in x.parameters()} <= saved
+        if is_new or (isinstance(x, torch.optim.Optimizer) and x not in state.values()):
+            print(f"note: `{name}` is not given to `run.open`: a resumed run has a new one", file=sys.stderr)
 
 
 def end_broken_runs() -> None:
-    """Close runs that no function of this file works at any more: after an error, a notebook keeps them alive.
+    """Close runs whose `train` is not running any more: after an error, a notebook keeps them alive.
 
-    That ends their processes, once they were opened (`RayRunners`: begun).
+    That ends their processes, if `run.open` (`RayRunners`: `begin`) was reached.
     """
     at_work, frame = set(), sys._getframe()
     while frame is not None:
         at_work |= {(id(x), frame.f_code.co_filename) for x in frame.f_locals.values()}
         frame = frame.f_back
     for run in [x for x in gc.get_objects() if type(x).__name__ == "Run" and hasattr(x, "at_end")]:
-        if (id(run), run.on_signal.__code__.co_filename) not in at_work:  # else this run is part of that one
+        if (id(run), run.on_signal.__code__.co_filename) not in at_work:  # else that run has started this one
             with contextlib.suppress(Exception):  # what broke may not close
                 run.at_end.close()
 
@@ -1192,7 +1211,7 @@ class Run:
         self.at_end, self.exit_code = contextlib.ExitStack(), 1  # calls of `close`, the last one first
         self.args, self.checkpoint = load_checkpoint(args)
         self.device = validate(self.args)
-        self.settings, self.home = asdict(self.args), Path.cwd()  # which an environment may leave for another folder
+        self.settings, self.home = asdict(self.args), Path.cwd()  # an environment may change the current folder
         counters = (self.checkpoint.get(name, 0) for name in ("global_step", "iteration", "num_updates", "seconds"))
         self.step, self.iteration, self.num_updates, self.seconds = counters
         self.logged_step = self.saved_step = self.first_step = self.step
@@ -1206,15 +1225,17 @@ class Run:
         # What a script sets for the whole process: in a notebook, the next run finds it as this one did
         self.at_end.callback(torch.set_num_threads, torch.get_num_threads())
         self.at_end.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        cudnn = sys.modules["torch.backends.cudnn"]  # named as an attribute of torch, this class could not go to Ray
+        cudnn = sys.modules["torch.backends.cudnn"]  # naming torch.backends.cudnn here would break Ray's pickling
         self.at_end.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
+        tiny = torch.tensor(1e-310, dtype=torch.float64)  # no function says whether such numbers count as zero
+        self.at_end.callback(torch.set_flush_denormal, not (tiny * 1).item())
 
     def env_seeds(self, num_envs: int) -> list[int]:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
     def param_groups(self) -> list[dict]:
-        """Those of optimizers of `torch.optim`, which a copy may have."""
+        """The `param_groups` of a copy's `torch.optim` optimizers."""
         return [group for part in self.state.values() for group in getattr(part, "param_groups", ())]
 
     def restore(self) -> None:
@@ -1240,25 +1261,25 @@ class Run:
 
     def open(self, envs, **state) -> None:
         """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
-        self.envs, self.state, envs.stop = envs, state, self.close  # which saves, if an environment raises an error
+        self.envs, self.state, envs.stop = envs, state, self.close  # so that the run is saved if an environment fails
         given, self.settings = self.settings, asdict(self.args)
         if self.checkpoint and (twice := [name for name in given if given[name] != self.settings[name]]):
-            fail(f"`args.{twice[0]}` changes before `run.open`, in this run a second time: use a variable of your own")
+            fail(f"`args.{twice[0]}` is set before `run.open`, so a resumed run sets it twice: use another variable")
         own = {"rng", "script", "args", "later_args", "seconds", "global_step", "iteration", "num_updates"}
         for name, part in state.items():
             if name in own:
                 fail(f"`run.open` can't keep `{name}` in checkpoints: they use this name; give it another one")
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 fail(f"`run.open`: `{name}` needs `state_dict` and `load_state_dict`, as an nn.Module with buffers has")
-        check_owners(state)
+        check_owners(state, sys._getframe(1).f_locals)
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
-        # Settings as a schedule in the loop had left them, but not those that are new; Ray's runners have the first
+        # Settings as the loop had left them, except those that were changed now. Ray's runners keep the first ones
         later = {} if hasattr(envs, "sent") else self.checkpoint.get("later_args", {})
         new = {x for x in later if x in self.checkpoint["override"] or self.checkpoint["args"][x] != self.settings[x]}
         later = {name: x for name, x in later.items() if name not in new}
         if self.checkpoint:
             self.restore()
-        self.first_rates = self.rates()
+        self.first_rates, self.changed = self.rates(), set()
         self.keep_rng()
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
@@ -1275,7 +1296,10 @@ class Run:
                 self.dir = new_folder(self.dir, f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}")
             self.dir.mkdir(parents=True, exist_ok=True)
             if not self.args.resume and any(self.dir.iterdir()):
-                fail(f"the run folder {self.place()} is not empty; --resume goes on with a run")
+                how = (
+                    "--resume continues a run" if Path(self.dir, "checkpoint.pt").exists() else "no run can go on there"
+                )
+                fail(f"the run folder {self.place()} is not empty; {how}")
             self.open_files()
         except Exception as error:  # those of Weights & Biases have no other type in common
             for file in self.new_files:  # else the folder would be refused to the next attempt
@@ -1289,7 +1313,7 @@ class Run:
                 print(f"note: nothing is learnt before step {starts:,}", file=sys.stderr)
         print(getattr(envs, "summary", f"environments: {self.args.env_id}"), file=sys.stderr)
         total, initial = self.args.total_timesteps, self.step
-        hidden = False if type(sys.stderr).__module__ == "ipykernel.iostream" else None  # None: but on a terminal
+        hidden = False if type(sys.stderr).__module__ == "ipykernel.iostream" else None  # None: unless on a terminal
         self.bar = tqdm(total=total, initial=initial, unit=" steps", unit_scale=True, disable=hidden)
         self.at_end.callback(self.bar.close)
         for name, x in later.items():
@@ -1382,14 +1406,21 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Write a line, with means over the episodes that ended since the last line, and save if that is due."""
+        """Write a line, with means over the episodes that ended since the last line, and save if that is due.
+
+        Metrics of your own belong into the script's own call: another one at the same step takes its place.
+        """
         seconds = time.perf_counter() - self.start_time
         self.check_settings()
+        for name, x in sys._getframe(1).f_locals.items():
+            if x is not self.state.get(name, x) and type(x) is type(self.state[name]):
+                fail(f"`{name}` is not what `run.open` was given, and checkpoints keep that: change it in place")
         own = {f"charts/{name}" for name in ("SPS", "episodic_return", "episodic_length", "episodes")}
         if taken := metrics.keys() & {"global_step", "seconds", *own}:
             fail(f"a metric can't be called {taken.pop()}: the log itself uses this name; {self.hint()}")
         metrics = dict(metrics)
-        metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
+        if self.step > self.logged_step:  # not so in a second line for a step, as with metrics of your own
+            metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
             self.returns.extend(episode_return for episode_return, _ in self.episodes)
             means = np.mean(self.episodes, axis=0).tolist()
@@ -1397,6 +1428,8 @@ class Run:
             metrics["charts/episodes"] = len(self.episodes)
         metrics |= {f"info/{key}": sum(values) / len(values) for key, values in self.envs.infos.items()}
         for name, value in metrics.items():
+            if not isinstance(value, bool | int | float | np.number | Tensor) or np.ndim(value):
+                fail(f"the metric {name} is {value!r}, which is no number; {self.hint()}")
             if not math.isfinite(value):
                 sys.exit(f"error: {name} is {value} at step {self.step}; {self.hint()}")
         line = {"global_step": self.step, "seconds": round(seconds, 3), **metrics}
@@ -1416,17 +1449,18 @@ class Run:
             self.save()
 
     def check_settings(self) -> None:
-        """Refuse a learning rate that changed in `args` while that of its optimizer stayed: nothing has read it."""
-        names = {name for name in self.settings if name.endswith(("learning_rate", "_lr"))}
-        names -= {"learning_rate"} if getattr(self.args, "anneal_lr", False) else set()
-        if not (changed := [name for name in sorted(names) if getattr(self.args, name) != self.settings[name]]):
+        """Refuse a learning rate that was changed in `args` before the last line, if that of its optimizer stayed."""
+        names = [name for name in self.settings if name.endswith(("learning_rate", "_lr")) and name != "anneal_lr"]
+        before, self.changed = self.changed, {x for x in names if getattr(self.args, x) != self.settings[x]}
+        if not (changed := sorted(before & self.changed)):  # a later line of the loop may read a change
             return
         pairs = [*zip(self.first_rates, self.rates(), strict=False)]  # a group may have been added
         idle = [old for old, new in pairs if old == new]
         both = {name: {self.settings[name], float(np.float32(self.settings[name]))} for name in changed}
         unread = [name for name in changed if both[name] & {*idle}] or changed[: len(idle) == len(pairs)]
         if unread and len(changed) > len(pairs) - len(idle):
-            fail(f"nothing reads that `args.{unread[0]}` has changed: fill `learning_rate` of its Adam; {self.hint()}")
+            how = "fill the `learning_rate` of its Adam, or give its optimizer to `run.open`"
+            fail(f"setting `args.{unread[0]}` has no effect: {how}; {self.hint()}")
 
     def rates(self) -> list[float]:
         """The learning rates of all optimizers."""
@@ -1494,7 +1528,7 @@ class Run:
         if error:
             sys.exit(f"error: {' '.join(error.split())}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
-            print("this run was finished before; a greater --total-timesteps (in PPO by a rollout) lets it go on")
+            print("this run is already finished; to go on, raise --total-timesteps (in PPO, by a rollout or more)")
         count = len(self.returns)
         score = f", mean return of the last {count} episodes {np.mean(self.returns):.1f}" if count else ""
         print(f"{self.step:,} steps in {self.seconds:.1f} s{score}\nlog, checkpoint, configuration: {self.place()}")

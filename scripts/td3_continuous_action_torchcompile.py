@@ -17,7 +17,7 @@ Shapes: N = num_envs, B = batch_size, O = size of an observation, A = of an acti
 
 Settings, except --env-id, are those of CleanRL's script of the same name. Departures from it: the step after an
 episode's end only resets the environment, and is neither stored nor counted; there is one update per stored transition,
-for any number of environments; products on CUDA are TF32; the target action is clipped to the bounds of each dimension,
+for any number of environments; products on CUDA use TF32; the target action is clipped to the bounds of each dimension,
 not to those of the first.
 
 Reading order: settings, networks, then `train`, the algorithm. Below the `# ----` line is only plumbing.
@@ -73,7 +73,7 @@ class Args:
     device: str = "auto"  # where the networks learn: auto (CUDA if there is one), cpu, cuda, cuda:1, ...
     run_dir: str | None = None  # folder of the run; by default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # folder of a run to continue from its checkpoint, with the settings saved there
-    override: tuple[str, ...] = ()  # with --resume: change a setting, NAME=VALUE; a wrong NAME lists what may change
+    override: tuple[str, ...] = ()  # with --resume: change settings, NAME=VALUE; an unknown NAME lists those allowed
     checkpoint_every: int | None = None  # environment steps between checkpoints; by default a tenth of the run
     log_every: int = 1_000  # environment steps between two lines of the log
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
@@ -83,8 +83,8 @@ class Args:
 
     # environment
     env_id: str = "HalfCheetah-v4"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: mostly EnvPool's for several (docs/ppo.md)
-    sync_envs: bool = False  # step all environments in this process, in turn: best where a step takes microseconds
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool's if several, mostly (docs/ppo.md)
+    sync_envs: bool = False  # step all environments in this process, one by one: best if a step takes microseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 1_000_000  # environment steps in the whole run
     num_envs: int = 1  # environments side by side
@@ -92,7 +92,7 @@ class Args:
     # TD3
     learning_rate: float = 3e-4  # of Adam
     buffer_size: int = 1_000_000  # transitions kept for replay
-    save_replay: bool = True  # store the replay in the checkpoint, so that a resumed run learns from the same data
+    save_replay: bool = True  # save the replay buffer in checkpoints, so that a resumed run learns from the same data
     gamma: float = 0.99  # discount factor
     tau: float = 0.005  # target networks: target <- (1 - tau) * target + tau * online
     batch_size: int = 256  # transitions in one update
@@ -179,7 +179,7 @@ def train(args: Args) -> Path:
     run = Run(args)
     args, device = run.args, run.device
     if args.buffer_size < args.num_envs:
-        fail(f"--buffer-size {args.buffer_size} is less than what one step of {args.num_envs} environments brings")
+        fail(f"--buffer-size {args.buffer_size} must be at least --num-envs, {args.num_envs}")
     most = torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else 4  # more do not speed this up
     torch.set_num_threads(min(num_cores(), most))
     torch.set_flush_denormal(True)  # denormal moments of Adam slow a CPU down; threads started later inherit this
@@ -254,7 +254,7 @@ def train(args: Args) -> Path:
     # compile: an update, of one or several steps, becomes one CUDA graph: its third call records, all later ones replay
     if args.cudagraphs and device.type == "cuda":
         act, update_critics, update_both = (CudaGraphModule(f, warmup=3) for f in (act, update_critics, update_both))
-    # compile: compiled code and graphs keep the numbers they read. If one changes, the run ends, with --no-compile too
+    # compile: compiled code and graphs keep the numbers they read. If one changes, the run ends, even with --no-compile
     act, update_critics, update_both = map(refuse_changes, (act, update_critics, update_both))
 
     first_update = args.learning_starts + (0 if args.save_replay else run.step)  # refill an unsaved replay first
@@ -281,7 +281,7 @@ def train(args: Args) -> Path:
         run.episodes += statistics.update(reward[None], done[None], valid[None])
         run.step += num_rows
         num_due = (args.gradient_steps or num_rows) if num_rows and run.step > first_update else 0
-        # If the actor does not learn now, ask for the next action already: a GPU learns while the environment steps.
+        # If none of these updates changes the actor, request the next action now: a GPU learns while environments step.
         # Not before a log line: a checkpoint saved there would hold the random state after this action's noise
         if 0 < num_due < args.policy_frequency - run.num_updates % args.policy_frequency and not run.is_due():
             courier.ask(obs)
@@ -308,7 +308,7 @@ def load_policy(checkpoint: dict, envs: "Envs"):
     return torch.no_grad()(lambda obs: actor(torch.from_numpy(obs.astype(np.float32))).numpy().clip(*bounds))
 
 
-# ---- Plumbing: what the algorithm is built on, nearly all the same text in every script that has it ---------------
+# ---- Plumbing: what the algorithm is built on, nearly the same text in every script -------------------------------
 
 
 def free_memory(device: torch.device) -> float:
@@ -328,8 +328,8 @@ def free_memory(device: torch.device) -> float:
 class ReplayBuffer(nn.Module):
     """The last `capacity` transitions, each a row of observation (O), action (A), reward, next observation, terminated.
 
-    As one tensor, it takes one copy to write and one gather to sample. The number of rows ever written is kept on the
-    device, so that a CUDA graph reads its current value; on the host, the place of the next one.
+    In one tensor, they take one copy to write and one gather to sample. The device keeps the number of rows ever
+    written, so that a CUDA graph reads its current value; the host keeps the index of the next row.
     """
 
     def __init__(self, capacity: int, obs_dim: int, action_dim: int, device: torch.device):
@@ -360,7 +360,7 @@ class ReplayBuffer(nn.Module):
         return obs, action, reward.squeeze(1), next_obs, terminated.squeeze(1)
 
     def state_dict(self) -> dict:
-        """The rows in use, not copied; through NumPy, since torch.save writes the whole tensor of a slice."""
+        """The rows in use (on a CPU no copy); through NumPy, since torch.save writes a slice's whole tensor."""
         rows, others = self.rows[: int(self.num_written)], self.additions()
         for name, x in others.items():
             if isinstance(x, Tensor | np.ndarray | np.generic):
@@ -461,8 +461,8 @@ class EpisodeStatistics:
 class Adam(nn.Module):
     """Adam (Kingma & Ba 2015, algorithm 1): PyTorch's fused kernel, without the bookkeeping of torch.optim around it.
 
-    For small networks that bookkeeping takes longer than the kernel. Compiled code, which can use neither, takes the
-    formula, written out for all weights as one vector (P,), which becomes a single loop. All changing state, the
+    For small networks that bookkeeping takes longer than the kernel. Compiled code can use neither: it evaluates the
+    formula for all weights as one vector (P,), which becomes a single loop. All changing state, the
     learning rate included, is kept in tensors, so that compiled code and CUDA graphs read its current value. Gradients
     are handed to `step` and not kept in `.grad`: use `clip` of ppo.py; `clip_grad_norm_` would do nothing, nor would an
     optimizer of torch.optim. To train weights of your own, too, make this Adam of `nn.ModuleList([network, yours])`. To
@@ -476,7 +476,7 @@ class Adam(nn.Module):
         self.weights = [weight for weight in weights if weight.requires_grad]
         self.frozen = [weight for weight in weights if not weight.requires_grad]
         if not self.weights:
-            fail("an Adam was made of a module that has no weights which learn: are all frozen?")
+            fail("this Adam got a module without weights to learn: are all of them frozen?")
         self.sizes = [w.numel() for w in self.weights]
         zeros = torch.zeros(sum(self.sizes), device=self.weights[0].device)
         self.register_buffer("learning_rate", torch.full_like(zeros[0], learning_rate, dtype=torch.float))
@@ -492,17 +492,24 @@ class Adam(nn.Module):
         views = [(m.as_strided(w.shape, w.stride()), v.as_strided(w.shape, w.stride())) for w, m, v in parts]
         self.exp_avgs, self.exp_avg_sqs = zip(*views, strict=True)
 
+    def __setattr__(self, name: str, value) -> None:
+        """Also lets `optimizer.learning_rate = 1e-3` fill the tensor, which compiled code reads."""
+        if name == "learning_rate" and not isinstance(value, Tensor):
+            self.learning_rate.fill_(value)
+        else:
+            super().__setattr__(name, value)
+
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
-        """For loops of your own that call `backward`, which adds to `.grad`, and hand `.grad` to `step`."""
+        """Clear `.grad`, for loops of your own that call `backward` and pass `.grad` to `step`."""
         for weight in self.weights:
             weight.grad = None
 
     def state_dict(self, **settings) -> dict:
-        """The state for a checkpoint; SystemExit(2) if frozen weights are to learn now, as no step changes them."""
+        """The state for a checkpoint; SystemExit(2) if weights frozen at first require gradients now."""
         if any(weight.requires_grad for weight in self.frozen):
             fail("weights that were frozen when their Adam was made can't learn later")
         if not self.steps and self.beta_factors.tolist() != self.beta_factors.new_tensor(self.betas).tolist():
-            fail("the `betas` of an Adam were changed, but its formula has the old ones: hand them to it, `betas=...`")
+            fail("`betas` of an Adam changed after it was made, which its formula ignores: pass `betas=...` to Adam")
         return super().state_dict(**settings)
 
     def load_state_dict(self, state: dict) -> None:
@@ -515,9 +522,9 @@ class Adam(nn.Module):
 
     @torch.no_grad()
     def step(self, gradients: tuple[Tensor, ...]) -> None:
-        """Change the weights in place, down their gradients."""
+        """One step of Adam: change the weights in place."""
         self.steps.add_(1)
-        self.beta_powers.mul_(self.beta_factors)  # a product: a fused loop would recompute a power every few weights
+        self.beta_powers.mul_(self.beta_factors)  # multiplied: a fused loop would recompute `pow` every few weights
         (self.by_formula if torch.compiler.is_compiling() else self.by_kernel)(gradients, *self.betas)
 
     def by_kernel(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
@@ -528,7 +535,7 @@ class Adam(nn.Module):
         torch._fused_adam_(
             self.weights, gradients, self.exp_avgs, self.exp_avg_sqs, [], [self.steps] * len(gradients),
             lr=self.learning_rate, beta1=beta1, beta2=beta2, eps=self.eps,
-            weight_decay=0, amsgrad=False, maximize=False,  # a decay would be Adam's, L2, and not AdamW's
+            weight_decay=0, amsgrad=False, maximize=False,  # here a decay is L2, unlike AdamW's
         )  # fmt: skip
 
     def by_formula(self, gradients: tuple[Tensor, ...], beta1: float, beta2: float) -> None:
@@ -543,7 +550,7 @@ class Adam(nn.Module):
 
 
 def compiled(device: torch.device, *functions, **more_options):
-    """The functions, each compiled into one graph, gradients included; SystemExit(2) where nothing can be compiled.
+    """Compile each function into one graph, gradients included; SystemExit(2) if this machine can't compile.
 
     With a graph break at the gradient, PPO has two thirds of the speed. On a CPU, kernels are launched from C++, not
     Python, random numbers come from PyTorch's own kernels, and the test for AVX support of the C++ compiler is skipped:
@@ -570,13 +577,13 @@ def compiled(device: torch.device, *functions, **more_options):
     options |= {"unroll_reductions_threshold": 1} if device.type == "cpu" else for_cuda
     options |= {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe} | more_options
     made = [torch.compile(f, fullgraph=True, dynamic=False, options=options.copy()) for f in functions]
-    return [tensors_only(function, is_compiled=True) for function in made]
+    return [refuse_changes(function) for function in made]
 
 
 def with_own_code(function):
-    """The function, or one around it, with a code object of its own, by which compiled code is found again.
+    """The function, or a wrapper of it, with its own code object: compiled code is cached by code object.
 
-    Functions of one `def` share theirs, and torch.compile gives one to all that a decorator of PyTorch has made.
+    Functions of one `def` share theirs, and so do all functions that a decorator of PyTorch has made.
     """
     if not hasattr(function, "__code__") or hasattr(function, "__self__"):
         fail(f"{function} can't be compiled: write a function around it")
@@ -586,13 +593,13 @@ def with_own_code(function):
         def function(*inputs: Tensor):
             return decorated(*inputs)
 
-        function.__name__, function.__wrapped__ = decorated.__name__, decorated
+        function.__name__, function.unwrapped = decorated.__name__, decorated
     function.__code__ = function.__code__.replace(co_varnames=function.__code__.co_varnames)
     return function
 
 
 def check_adam() -> None:
-    """Refuse an `Adam`, or a subclass, whose formula, for compiled code, and kernel differ, as when you changed one.
+    """Refuse an `Adam`, or a subclass, if `by_formula` and `by_kernel` differ, as when you changed only one.
 
     Numbers that are 0 are raised in both, so that one of your own, such as `weight_decay`, has an effect.
     """
@@ -650,7 +657,7 @@ def attributes_of(name: str, value) -> dict[str, tuple]:
         keys = [x for x in keys if not hasattr(shared[x], "__get__") or type(shared[x]).__name__ == "member_descriptor"]
         parts |= {f"{name}.{key}": (getattr, value, key) for key in keys if hasattr(value, key)}
     if hasattr(value, "__dict__") and not isinstance(value, type):
-        is_open = is_own(value) or isinstance(value, nn.Module) or type(value).__name__ == "SimpleNamespace"
+        is_open = is_own(value) or isinstance(value, nn.Module) or type(value).__name__.endswith("Namespace")
         keys = [key for key, x in vars(value).items() if is_open or isinstance(x, bool | int | float | str)]
         parts |= {f"{name}.{key}": (dict.get, vars(value), key) for key in keys}
     return parts
@@ -666,6 +673,37 @@ def is_set(cell, _key) -> str:
     return "unset" if cell == type(cell)() else "set"
 
 
+# Attributes that are read, of modules and of an `autograd.Function`, though no code of yours names them
+OF_MODULES = {"_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks"}  # stay the same dicts
+READ_UNNAMED = {"training", "requires_grad", "forward", "backward", "setup_context", *OF_MODULES}
+
+
+def wrapped_by(value):
+    """What a wrapper of this file or of a library wraps, or None; one of your own may read numbers itself."""
+    attributes = getattr(value, "__dict__", {})
+    return attributes.get("unwrapped", None if is_own(value) else attributes.get("__wrapped__"))
+
+
+def occurs(name: str, names: set) -> bool:
+    """Whether some code names this attribute, or the container of this entry; so does each variable's own name."""
+    while name.endswith("]"):
+        name = name[: name.rindex("[")]
+    _, dot, end = name.rpartition(".")
+    return not dot or end[:2] == "__" or end in names or any(x[1:] in end for x in names if x[:1] == "*")
+
+
+def attributes_read(variable: str, value, codes: list) -> set:
+    """What code reads of a variable, such as `device` of `run`; nothing if it uses more than such attributes."""
+    import dis  # which nothing else here needs
+
+    steps, reads = [step for code in codes for step in dis.get_instructions(code)], set()
+    for i, step in enumerate(steps[1:]):
+        if steps[i].opname == "LOAD_DEREF" and steps[i].argval == variable:
+            reads.add(step.argval if step.opname in ("LOAD_ATTR", "LOAD_METHOD") else None)
+    own = {} if isinstance(value, nn.Module) else getattr(value, "__dict__", {})
+    return reads if all(x in own and not callable(own[x]) for x in reads) else set()
+
+
 def readings(name: str, value, seen: set, names: set):
     """Yield (name, how to read it, from what, by which key) for all that a function or object reaches by name.
 
@@ -675,10 +713,10 @@ def readings(name: str, value, seen: set, names: set):
     """
     if not isinstance(value, nn.Module):  # unwrap CUDA graphs, compiled functions, methods and properties
         value = value if name else getattr(value, "module", value)
-        while "__wrapped__" in getattr(value, "__dict__", {}):
-            value = value.__wrapped__
+        while inner := wrapped_by(value):
+            value = inner
         value = value.fget if isinstance(value, property) else value
-    is_function, is_module = hasattr(value, "__code__"), isinstance(value, ModuleType)
+    is_function, is_module, only = hasattr(value, "__code__"), isinstance(value, ModuleType), {}
     is_closed = isinstance(value, Tensor) or type(value).__module__.startswith("tensordict")
     if isinstance(value, Tensor) and value._backward_hooks:
         fail(f"`{name}` has a hook, which compiled code does not call: change the gradient before `Adam.step`")
@@ -703,6 +741,7 @@ def readings(name: str, value, seen: set, names: set):
             names.update(() if is_method else (f"={x}" for x in code.co_names))
         cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
         parts = {key: (getattr, cell, "cell_contents") for key, cell in cells.items() if cell != type(cell)()}
+        only = {key: attributes_read(key, cells[key].cell_contents, codes) for key in parts}
         parts |= {key: (is_set, cell, None) for key, cell in cells.items() if cell == type(cell)()}
         keys = [key for key in ("__defaults__", "__kwdefaults__") if getattr(value, key)]
         parts |= {f"{value.__name__}[{key}]": (getattr, value, key) for key in keys}
@@ -717,18 +756,28 @@ def readings(name: str, value, seen: set, names: set):
         parts = {f"{name}[{key}]": (getattr, value, key) for key in ("func", "args", "keywords")}
     elif isinstance(value, dict | list | tuple | deque | set):
         keys = value if isinstance(value, dict) else () if isinstance(value, set) else range(len(value))
-        parts = {f"the {'entries' if isinstance(value, set) else 'length'} of {name}": (length, value, None)}
+        what = "entries" if isinstance(value, set) else "length"
+        is_fixed = name.endswith(("._modules", "._parameters", "._buffers"))
+        parts = {} if is_fixed else {f"the {what} of {name}": (length, value, None)}
         parts |= {f"{name}[{key!r}]": (type(value).__getitem__, value, key) for key in keys}
     else:
         parts = attributes_of(name, value)
-        layers = [x for x in type(value).__mro__ if issubclass(x, nn.Module) and not is_own(x)]
-        if len(layers) > 1:  # a library's layer: it reads attributes that no code here names
-            names.update(key for key, x in vars(value).items() if isinstance(x, bool | int | float | str))
+        kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
+        # What is derived from a library's class, that library may read without a name in code of yours
+        if any(x not in (object, nn.Module) and not is_own(x) for x in kinds):
+            names.update(key for x in kinds if is_own(x) for key in vars(x))
+            own = getattr(value, "__dict__", {}).items()
+            names.update(key for key, x in own if isinstance(x, bool | int | float | str))
     seen.update([] if is_module else [id(value)])  # other code may name other parts of a module
-    for key, (read, *source) in parts.items():
+    for key, (read, *source) in [x for x in parts.items() if occurs(x[0], names)]:
         part = read(*source)
-        yield from () if isinstance(part, ModuleType) else [(key, read, *source)]  # modules stay
-        yield from readings(key, part, seen, names)
+        stays = isinstance(part, ModuleType) or (isinstance(part, dict) and key.rpartition(".")[2] in OF_MODULES)
+        yield from () if stays else [(key, read, *source)]
+        if not only.get(key):
+            yield from readings(key, part, seen, names)
+        for attribute in only.get(key) or ():
+            yield f"{key}.{attribute}", dict.get, vars(part), attribute
+            yield from readings(f"{key}.{attribute}", vars(part)[attribute], seen, names)
 
 
 def refuse_changes(function):
@@ -737,19 +786,20 @@ def refuse_changes(function):
     Compiled code and CUDA graphs keep the values that they first read and would silently ignore a change. So a change
     ends the program, with its name and exit code 2, compiled or not. Tensors may change in place. The first 100 calls
     check everything, each later one an eighth, in a few microseconds: a change that lasts is found within 15 calls. The
-    order is random, as else one for every 800th call alone might always meet the same eighth.
+    order is random, as else one for every 800th call alone might always meet the same eighth. Within another function
+    that is checked, which has just looked at the same numbers, only every eighth of the later calls does so.
     """
+    if hasattr(function, "refuses_changes"):
+        return function
     call, parts, number, order, draws = tensors_only(function), [], 0, [], random.Random(0)
 
-    def checked(*inputs):
+    def checked(*inputs, **named):
         nonlocal number
         if not parts:
-            names = {"training", "requires_grad"}
-            found = list(readings("", function, set(), names))  # only attributes that some code names
-            any_of = [x[1:] for x in names if x[:1] == "*"]
-            ends = {x[0]: x[0].rpartition(".")[2] for x in found if "." in x[0] and x[0][-1] != "]"}
-            named = {x for x, end in ends.items() if end in names or any(text in end for text in any_of)}
-            found = [x for x in found if x[0] not in ends or x[0] in named]
+            names, before, found = {*READ_UNNAMED}, set(), []
+            while names != before:  # only attributes that some code names, of which more is found with each name
+                before = {*names}
+                found = list(readings("", function, set(), names))
             found_names, values = [x[0] for x in found], [read(*source) for _, read, *source in found]
             check_equal(found_names, values, values)
             check_places(found_names, values, is_graph=hasattr(function, "module"))
@@ -760,21 +810,22 @@ def refuse_changes(function):
                 parts.append(([x[0] for same in by_how for x in same], groups, first, [*map(id, first)]))
         if number >= 100 and not order:
             order[:] = draws.sample(range(8), 8)
-        for found_names, groups, first, ids in parts if number < 100 else [parts[order.pop()]]:
+        is_rare = CHECKED and number % 8
+        for found_names, groups, first, ids in parts if number < 100 else [] if is_rare else [parts[order.pop()]]:
             try:
                 now = [x for group in groups for x in map(*group)]
             except (AttributeError, LookupError, ValueError) as error:  # the last of a variable that was deleted
-                fail(f"what this read when it was compiled is not there any more: {error!r}")
+                fail(f"something that compiled code read first no longer exists: {error!r}")
             if [*map(id, now)] != ids:
                 check_equal(found_names, first, now)
         number += 1
         CHECKED.append(function)
         try:
-            return call(*inputs)
+            return call(*inputs, **named)
         finally:
             CHECKED.pop()
 
-    checked.__wrapped__ = function
+    checked.unwrapped, checked.refuses_changes = function, True
     return checked
 
 
@@ -857,23 +908,21 @@ class Stack(TensorDictParams):
         return copy
 
 
-def tensors_only(function, is_compiled: bool = False):
-    """Wrap a compiled function or graph: SystemExit(2) for an argument that is no tensor, since compiled code would
-    keep the first one, outside of `refuse_changes`, and for code that can't be compiled, or for too many shapes.
+def tensors_only(function):
+    """Wrap a compiled function or graph; SystemExit(2) for code that can't be compiled, for too many shapes, and for an
+    argument that is no tensor: compiled code would keep its first value, unseen by `refuse_changes`.
     """
 
-    def checked(*inputs):
-        if not all(isinstance(x, Tensor) for x in inputs):
-            i, x = next((i, x) for i, x in enumerate(inputs, 1) if not isinstance(x, Tensor))
-            what = f"argument {i}, {x!r}, of `{checked.__name__}`"
-            fail(f"{what} is no tensor: compiled code would keep the first one; make it a tensor")
-        if is_compiled and not CHECKED:
-            fail(f"`{checked.__name__}` is compiled, but no `refuse_changes` around it looks for numbers that change")
+    def checked(*inputs, **named):
+        if named or not all(isinstance(x, Tensor) for x in inputs):
+            others = [f"{name}=..." for name in named] + [type(x).__name__ for x in inputs if not isinstance(x, Tensor)]
+            what = f"`{checked.__name__}` takes tensors alone, by position, not `{others[0]}`"
+            fail(f"{what}: compiled code would keep a first number; hand tensors over one by one, as by `*batch`")
         try:
             return function(*inputs)
         except torch._dynamo.exc.FailOnRecompileLimitHit:
-            limit = f"{torch._dynamo.config.recompile_limit} shapes of its inputs, the most there can be"
-            fail(f"`{checked.__name__}` was compiled for {limit}: keep shapes, mask rows")
+            limit = f"{torch._dynamo.config.recompile_limit} shapes of its inputs, the limit"
+            fail(f"`{checked.__name__}` was compiled for {limit}: keep shapes fixed, mask rows")
         except torch._dynamo.exc.TorchDynamoException as error:
             reason, *lines = str(error).replace("raised:\n", "raised: ").splitlines()
             handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
@@ -891,12 +940,12 @@ def tensors_only(function, is_compiled: bool = False):
             hints += ["--no-compile does without"]
             fail(f"this can't be compiled: {'; '.join([reason, *cause, *place, *hints])}")
 
-    checked.__wrapped__, checked.__name__ = function, getattr(function, "__name__", "a compiled function")
+    checked.unwrapped, checked.__name__ = function, getattr(function, "__name__", "a compiled function")
     return checked
 
 
 def check_places(names: list[str], values: list, is_graph: bool) -> None:
-    """SystemExit(2) for a number on the CPU that a graph of another device reads: it would keep the first one."""
+    """SystemExit(2) for a scalar on the CPU that a CUDA graph reads: the graph would keep its first value."""
     tensors = [(name, x) for name, x in zip(names, values, strict=True) if isinstance(x, Tensor)]
     on_host = [name for name, x in tensors if x.ndim == 0 and x.device.type == "cpu"]
     if is_graph and on_host and len({x.device.type for _, x in tensors}) > 1:
@@ -904,7 +953,7 @@ def check_places(names: list[str], values: list, is_graph: bool) -> None:
 
 
 def check_equal(names: list[str], first: list, now: list) -> None:
-    """SystemExit(2) with the name of the first number that differs, or thing that is another object, or a generator."""
+    """SystemExit(2) naming the first number that changed, object that was replaced, or generator of numbers."""
     generators = random.Random | np.random.Generator | np.random.RandomState | np.ndarray
     for name, old, new in zip(names, first, now, strict=True):
         if hasattr(old, "__next__") or isinstance(old, generators):
@@ -917,16 +966,16 @@ def check_equal(names: list[str], first: list, now: list) -> None:
             advice = "make it a tensor on the learner's device and change it in place, like `optimizer.learning_rate`"
             advice += "; to Ray's runners, send it by `publish`" * ("ray" in sys.modules)
             if name.endswith("training"):
-                advice = "a copy of the module, by deepcopy, can be in the other mode all the time"
+                advice = "keep a deepcopy of the module in the other mode instead"
             if name.endswith("requires_grad"):
                 advice = "freeze it before its Adam is made, for the whole run"
             if old == "unset":
                 advice = "it must have a value from the first call on"
             if name.startswith(("the length of", "the entries of")):
                 advice = "all entries must be there from the first call on"
-            fail(f"`{name}` was {old} when this was compiled and is {new} now: {advice}")
+            fail(f"`{name}` was {old} at the first call and is {new} now: {advice}")
         if not is_number and new is not old:
-            fail(f"`{name}` is another {type(old).__name__} than when this was compiled: change it in place")
+            fail(f"`{name}` is no longer the {type(old).__name__} of the first call: change it in place")
 
 
 def fail(message: str) -> NoReturn:
@@ -938,7 +987,7 @@ def fail(message: str) -> NoReturn:
 def named(names: tuple[str, ...], values: Tensor) -> dict[str, float]:
     """Metrics by name, one for each value."""
     if not len(names) == len(set(names)) == len(values):
-        fail(f"an update gives {len(values)} metrics for {len(names)} names, {len(set(names))} different, of METRICS")
+        fail(f"{len(values)} metrics for {len(names)} names, {len(set(names))} of them distinct: compare METRICS")
     return dict(zip(names, values.tolist(), strict=True))
 
 
@@ -954,6 +1003,9 @@ def num_cores() -> int:
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
     """The library that makes the environments; SystemExit(2) with similar ids if none knows the id."""
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)  # for `module:Env-v0`; Python looks beside this file only
+    spec = gym.registry.get(env_id)
+    if str(getattr(spec, "entry_point", "")).startswith("__main__:"):  # which worker processes do not import
+        spec.entry_point = gym.envs.registration.load_env_creator(spec.entry_point)
     libraries, known = [backend] if backend != "auto" else ["gymnasium", "envpool"][: 2 - (":" in env_id)], []
     for library in libraries if in_process else reversed(libraries):
         # EnvPool takes half a second to import
@@ -987,7 +1039,7 @@ def end_with_parent() -> None:
 def become_worker(seed: int) -> None:
     """In a worker process: end soon after the parent, leave signals to it, and draw random numbers of its own."""
     random.seed(seed)
-    np.random.seed(seed)  # of which all workers would else inherit the same state
+    np.random.seed(seed)  # otherwise all workers would inherit one state
     threading.Thread(target=end_with_parent, daemon=True).start()
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
@@ -1007,9 +1059,9 @@ def wrap(env: gym.Env) -> gym.Env:
 
 
 def refuse_floats(obs):
-    """A ValueError for floats by a space of integers, such as pixels over 255: to store them would round them off."""
+    """ValueError for floats in a space of integers, such as pixels / 255: storing them would round them off."""
     if np.asarray(obs).dtype.kind == "f":
-        raise ValueError("observations are floats, by a space of integers: a wrapper must tell its own space")
+        raise ValueError("observations are floats, but the space has integers: a wrapper must set its own space")
     return obs
 
 
@@ -1027,7 +1079,7 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
             raise ValueError(f"{what}: normalize as ppo_continuous_action.py does")
         layer = layer.env
     if not env.observation_space.is_np_flattenable:
-        raise ValueError(f"observations are {env.observation_space}, of which there is no vector")
+        raise ValueError(f"observations are {env.observation_space}, which can't be flattened")
     if isinstance(env.observation_space, gym.spaces.Box) and env.observation_space.dtype.kind in "iu":
         env = gym.wrappers.TransformObservation(env, refuse_floats, env.observation_space)
     is_flat = isinstance(env.observation_space, gym.spaces.Box) and len(env.observation_space.shape) == 1
@@ -1040,7 +1092,7 @@ def changes_envs(env_id: str) -> bool:
     Tries the first two on an empty environment.
     """
     if getattr(getattr(wrap, "__code__", None), "co_code", None) != (lambda env: env).__code__.co_code:
-        return True  # even if it leaves the empty one alone
+        return True  # even if it does not wrap the one below
     if spec := gym.registry.get(env_id):  # which may have been registered anew, or changed
         source, steps = spec.entry_point, importlib.import_module("envpool").make_spec(env_id).config.max_episode_steps
         is_own = not getattr(source, "__module__", source).startswith("gymnasium.")
@@ -1060,7 +1112,7 @@ def changes_envs(env_id: str) -> bool:
 
 
 class SyncEnvs:
-    """Environments stepped in turn in this process; for a single one, a step takes 14 us less than in SyncVectorEnv."""
+    """Environments stepped one by one in this process; with just one, 14 us a step faster than SyncVectorEnv."""
 
     def __init__(self, env_fns: list):
         self.envs, self.done = [env_fn() for env_fn in env_fns], np.zeros(len(env_fns), dtype=bool)
@@ -1098,7 +1150,7 @@ class SyncEnvs:
 
 
 def check_portable(error: BaseException) -> None:
-    """Raise a RuntimeError in place of an error that can't be sent to the parent, which would wait for it for ever."""
+    """Raise a RuntimeError in place of an error that can't be sent to the parent, or the parent waits forever."""
     try:
         if isinstance(error, SystemExit):  # Gymnasium's worker does not send it
             raise TypeError
@@ -1109,17 +1161,17 @@ def check_portable(error: BaseException) -> None:
 
 
 class WorkerEnv(gym.Wrapper):
-    """An environment in a worker process. It refuses observations of a wrong shape; of an `info`, numbers are kept.
+    """An environment in a worker process. Refuses observations of a wrong shape, keeps numbers of `info`.
 
-    Else, in the arrays of all environments, a single number would fill a whole observation, and the first integer of an
-    `info` would cut off the decimals of others. The parent makes one, too, to learn the spaces.
+    Else, in the arrays of all environments, one number would be spread over a whole observation, and an integer that
+    comes first in `info` would truncate other environments' decimals. The parent makes one too, to learn the spaces.
     """
 
     def __init__(self, env_fn, seed: int, parent: int):
         if os.getpid() != parent:
             become_worker(seed)
         super().__init__(env_fn())
-        self.shape = self.observation_space.shape  # which each step would look up through all wrappers
+        self.shape = self.observation_space.shape  # else each step looks it up through all wrappers
 
     def reset(self, **settings):
         try:
@@ -1139,7 +1191,7 @@ class WorkerEnv(gym.Wrapper):
 
     def checked(self, obs):
         if np.shape(obs) != self.shape:
-            raise ValueError(f"an observation of shape {np.shape(obs)}, by a space of shape {self.shape}")
+            raise ValueError(f"observation has shape {np.shape(obs)}, its space has {self.shape}")
         return obs
 
 
@@ -1148,7 +1200,7 @@ def light_start():
     """Worker processes started in this context ignore signals, have one thread, and do not import this file.
 
     Otherwise multiprocessing imports the main module in each, and with it PyTorch: 1.6 s and 230 MB instead of 0.2 s
-    and 40 MB. So an empty module takes its place meanwhile. This process gets its signals when the context ends.
+    and 40 MB. So an empty module takes its place. This process's signals wait until unblocked, or the context ends.
     """
     threads, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
     resource_tracker.ensure_running()  # which unblocks signals when it starts
@@ -1189,7 +1241,7 @@ def worker_envs(env_fns: list, seeds: list[int]) -> gym.vector.AsyncVectorEnv:
 
 
 def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray, instead: np.ndarray | float = 0) -> None:
-    """Raise a ValueError at NaN or infinity; in observations that terminated an episode, put `instead` there."""
+    """Raise ValueError for NaN or infinity; in the last observation of a terminated episode, put `instead`."""
     flat = obs.ravel()
     if not flat.dot(flat) + reward.dot(reward) < 1e38:  # takes 0.6 us; float32 ends at 3e38
         obs[terminated] = np.where(np.abs(obs) < 3e38, obs, instead)[terminated]
@@ -1201,7 +1253,8 @@ def check_chosen(action: np.ndarray, space: gym.Space) -> None:
     """ValueError for an action that a Discrete space does not have; EnvPool would read memory that is not its own."""
     is_discrete = isinstance(space, gym.spaces.Discrete)
     if is_discrete and (action.min() < space.start or action.max() >= space.start + space.n):
-        raise ValueError(f"action {action.max()} for a space {space}: does the network have an output for each?")
+        wrong = action.min() if action.min() < space.start else action.max()
+        raise ValueError(f"action {wrong} for a space {space}: does the network have one output per action?")
 
 
 def warn_of_pixels(space: gym.Space, obs_dim: int) -> None:
@@ -1256,8 +1309,8 @@ class Envs:
                 self.action_space = self.vector.single_action_space
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
         except Exception as error:  # anything a constructor may raise
-            hint = "; EnvPool's are others than Gymnasium's" * (getattr(self, "backend", None) == "envpool")
-            fail(f"can't make {args.env_id} by --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}{hint}")
+            hint = "; EnvPool's differ from Gymnasium's" * (getattr(self, "backend", None) == "envpool")
+            fail(f"can't make {args.env_id} with --env-kwargs {args.env_kwargs}: {type(error).__name__}: {error}{hint}")
         for how in ("sync", "async") if self.backend == "envpool" else ():
             if vars(args).get(f"{how}_envs"):
                 fail(f"--{how}-envs is for Gymnasium's environments; {args.env_id} is EnvPool's, which has threads")
@@ -1273,7 +1326,7 @@ class Envs:
     def flatten(self, obs) -> np.ndarray:
         if isinstance(self.observation_space, gym.spaces.Box):
             if obs.size != self.num_envs * self.obs_dim:
-                raise ValueError(f"observations of shape {obs.shape[1:]}, by a space of {self.obs_dim} numbers")
+                raise ValueError(f"observations have shape {obs.shape[1:]}, their space {self.obs_dim} numbers")
             return obs.reshape(self.num_envs, -1)
         rows = [{key: obs[key][i] for key in obs} for i in range(self.num_envs)] if isinstance(obs, dict) else obs
         return np.stack([gym.spaces.flatten(self.observation_space, row) for row in rows])
@@ -1285,7 +1338,7 @@ class Envs:
             self.seeds = [None] * self.num_envs  # a second reset begins other episodes
             obs = self.flatten(obs)
             check_finite(obs, np.zeros(1), np.zeros(len(obs), dtype=bool))
-        except (Exception, SystemExit) as error:  # whatever an environment brings up, or the pipe to a dead worker
+        except (Exception, SystemExit) as error:  # anything an environment raises, or the pipe to a dead worker
             self.stop(self.explain(error))
         self.last_obs = obs
         return obs
@@ -1299,7 +1352,7 @@ class Envs:
             if np.count_nonzero(terminated) or np.count_nonzero(truncated):  # takes a fifth of the time of `any`
                 check_chosen(action, self.action_space)  # only now and then, as it takes microseconds
                 self.note_ends(infos, terminated | truncated)
-        except (Exception, SystemExit) as error:  # whatever an environment brings up, or the pipe to a dead worker
+        except (Exception, SystemExit) as error:  # anything an environment raises, or the pipe to a dead worker
             self.stop(self.explain(error))
         self.last_obs = obs
         return obs, reward, terminated, truncated
@@ -1340,8 +1393,9 @@ class Envs:
 
 def refuse_batch_norm(actor: nn.Module) -> None:
     """SystemExit(2) for BatchNorm in the actor: actions would depend on other environments' rows; one row fails."""
-    if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in actor.modules()):
-        fail("BatchNorm in the actor would mix the observations of all environments: LayerNorm works")
+    if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training for layer in actor.modules()):
+        how = "LayerNorm works, or `eval()` when it is made, and `train()` only while it learns"
+        fail(f"BatchNorm in the actor would mix the observations of all environments: {how}")
 
 
 def bounded_actions(space: gym.Space) -> tuple[np.ndarray, np.ndarray]:
@@ -1377,20 +1431,21 @@ def set_matmul_precision(precision: str, device: torch.device, bf16: bool) -> No
 
 def validate(args: Args) -> torch.device:
     """Refuse settings that can't work, before any work is done; returns the device to learn on."""
-    kinds = {field.name: str(field.type) for field in fields(args)}  # a float may be given as 0
+    kinds = {field.name: str(field.type) for field in fields(args)}  # floats may be given as ints
     for name, value in asdict(args).items():
         if hasattr(getattr(args, name), "__dataclass_fields__"):
             fail(f"`{name}` of `Args` is a dataclass, which no checkpoint restores: make its fields settings of `Args`")
         least, most = LIMITS.get(name, (int(type(value) is int and "float" not in kinds[name]), math.inf))
         if type(value) in (int, float) and not (least <= value <= most and abs(value) < 3e38):  # float32 ends there
             bound = f" and at most {most}" if most < math.inf else " and less than 3e38" * (type(value) is float)
-            hint = "; bounds of a setting of your own go into LIMITS" * (value == getattr(type(args), name, None))
+            is_own = value == getattr(type(args), name, None) or (name not in LIMITS and value < 0)
+            hint = "; bounds of a setting of your own go into LIMITS" * is_own
             fail(f"--{name.replace('_', '-')} must be at least {least}{bound}, not {value}{hint}")
     for how in ("sync", "async"):
         if vars(args).get(f"{how}_envs") and vars(args).get("env_backend") == "envpool":
             fail(f"--{how}-envs is for Gymnasium's environments; EnvPool's step in threads")
     if args.track and not (args.tensorboard and importlib.util.find_spec("wandb")):
-        fail("--track sends TensorBoard's events to Weights & Biases: pip install wandb, and no --no-tensorboard")
+        fail("--track sends TensorBoard's events to Weights & Biases: pip install wandb, and drop --no-tensorboard")
     try:
         device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         if device.type not in ("cpu", "cuda"):
@@ -1407,7 +1462,7 @@ def refuse_idle_calls() -> None:
     """Refuse functions that would do nothing in this file: they work on `.grad`, and gradients are kept elsewhere."""
     source = Path(__file__).read_text(encoding="utf-8")
     kinds = [f"optim.{name}" for name, x in vars(torch.optim).items() if isinstance(x, type)]
-    imported = [name for name, x in globals().items() if str(getattr(x, "__module__", "")).startswith("torch.optim")]
+    imported = [name for name, x in globals().items() if isinstance(x, type) and issubclass(x, torch.optim.Optimizer)]
     names = ("clip_grad_norm_", "clip_grad_value_", *kinds, *imported)
     if not any(f"{name}(" in source for name in names):
         return
@@ -1419,7 +1474,7 @@ def refuse_idle_calls() -> None:
     for function in (x for x in nodes if isinstance(x, ast.FunctionDef)):  # others may have a `.backward`
         parts = [*ast.walk(function)]
         calls = [ast.unparse(x.func) for x in parts if isinstance(x, ast.Call)]
-        has_others = any(isinstance(x, ast.FunctionDef) for x in parts[1:])  # as `train`, whose gradients are theirs
+        has_others = any(isinstance(x, ast.FunctionDef) for x in parts[1:])  # such as `train`: they take the gradients
         if any(call.endswith("autograd.grad") for call in calls) and not (has_others or fills_grad(parts)):
             idle += [call for call in calls if call.endswith(names[:2]) and call not in own]
     if idle:
@@ -1435,7 +1490,7 @@ def fills_grad(nodes: list[ast.AST]) -> bool:
 
 
 def refuse_idle_settings() -> None:
-    """Refuse a loop of `train` that sets one of `args` which nothing reads after `run.open`: that would do nothing."""
+    """Refuse a loop of `train` that sets an attribute of `args` that nothing reads after `run.open`: no effect."""
     parts = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
     train = [node for x in parts if getattr(x, "name", "") == "train" for node in [*ast.walk(x)][1:]]
     loops = [node for x in train if isinstance(x, ast.For | ast.While) for node in ast.walk(x)]
@@ -1451,7 +1506,7 @@ def refuse_idle_settings() -> None:
     later += [node for x in parts if getattr(x, "name", "") != "train" for node in ast.walk(x)]
     reads = {x.attr for x in later if isinstance(x, ast.Attribute) and isinstance(x.ctx, ast.Load)}
     if idle := sorted(x for x in names - reads if not x.endswith(("learning_rate", "_lr"))):
-        fail(f"`args.{idle[0]}` is read before the loop alone: to change it there would do nothing; use a tensor")
+        fail(f"`args.{idle[0]}` is read only before the loop, so setting it there has no effect: use a tensor")
 
 
 def typed_flags() -> list[str]:
@@ -1473,7 +1528,7 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     """Settings and checkpoint of the run to resume; without --resume, the settings as given and an empty dict."""
     if args.resume is None:
         if args.override:
-            fail("--override changes settings of a run that goes on; it needs --resume RUN")
+            fail("--override changes settings of a resumed run; it needs --resume RUN")
         return args, {}
     try:
         # Memory-mapped: a replay buffer is copied from the file directly to its place
@@ -1509,8 +1564,8 @@ def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
         name, _, value = change.partition("=")
         name = name.replace("-", "_")
         if name not in CHANGEABLE:
-            why = "can't change in a run" if hasattr(saved, name) else "is no setting"
-            fail(f"--override {change}: {name} {why}; NAME=VALUE is for CHANGEABLE: {', '.join(CHANGEABLE)}")
+            why = "can't change in a run" if hasattr(saved, name) else "is unknown"
+            fail(f"--override {change}: {name} {why}; it may change {', '.join(CHANGEABLE)}")
         flag = f"--{name.replace('_', '-')}={value}"
         new = tyro.cli(tyro.conf.FlagConversionOff[Args], args=[flag], default=saved)
         print(f"{name} was {getattr(saved, name)}, from here on {getattr(new, name)}", file=sys.stderr)
@@ -1555,10 +1610,11 @@ def check_storable(name: str, value) -> None:
         fail(f"{name} is {type(value).__name__}, which no checkpoint can hold: make it a tensor, a number, a string")
 
 
-def check_owners(state: dict) -> None:
-    """Refuse weights that no optimizer in `run.open` changes, or that no module there would bring into checkpoints.
+def check_owners(state: dict, variables: dict) -> None:
+    """Refuse weights that no optimizer in `run.open` changes, or that are in no module there and so not in checkpoints.
 
-    A module with the same parameters as another one, such as a target network, needs no optimizer.
+    A module with the parameter names of another, such as a target network, needs no optimizer. Networks and optimizers
+    among the `variables` of `train` that no checkpoint would have are named in a note.
     """
     modules = {name: part for name, part in state.items() if isinstance(part, nn.Module)}
     keys = {name: [key for key, _ in part.named_parameters()] for name, part in modules.items()}
@@ -1568,26 +1624,31 @@ def check_owners(state: dict) -> None:
         own = part.weights if hasattr(part, "step") and hasattr(part, "weights") else ()
         weights = {id(x) for x in own} | {id(x) for group in getattr(part, "param_groups", ()) for x in group["params"]}
         learning |= weights
-        if not (weights <= saved or others):  # of which nobody knows what they save
-            fail(f"`run.open` must get the modules whose weights `{name}` changes, so that checkpoints have them")
+        if not (weights <= saved or others):  # `others` may save them, too
+            fail(f"`run.open` must get the modules whose weights `{name}` changes, so that checkpoints hold them")
     for name, part in modules.items():
         idle = [key for key, x in part.named_parameters() if x.requires_grad and id(x) not in learning]
         if idle and list(keys.values()).count(keys[name]) == 1:
             hint = "freeze it by `requires_grad_(False)` or, if your own code changes it, leave `check_owners` out"
             fail(f"no optimizer in `run.open` changes `{name}.{idle[0]}`: {hint}")
+    for name, x in variables.items():
+        own = [key for key, _ in x.named_parameters()] if isinstance(x, nn.Module) else []
+        is_new = own and own not in keys.values() and not {id(weight) for weight in x.parameters()} <= saved
+        if is_new or (isinstance(x, torch.optim.Optimizer) and x not in state.values()):
+            print(f"note: `{name}` is not given to `run.open`: a resumed run has a new one", file=sys.stderr)
 
 
 def end_broken_runs() -> None:
-    """Close runs that no function of this file works at any more: after an error, a notebook keeps them alive.
+    """Close runs whose `train` is not running any more: after an error, a notebook keeps them alive.
 
-    That ends their processes, once they were opened (`RayRunners`: begun).
+    That ends their processes, if `run.open` (`RayRunners`: `begin`) was reached.
     """
     at_work, frame = set(), sys._getframe()
     while frame is not None:
         at_work |= {(id(x), frame.f_code.co_filename) for x in frame.f_locals.values()}
         frame = frame.f_back
     for run in [x for x in gc.get_objects() if type(x).__name__ == "Run" and hasattr(x, "at_end")]:
-        if (id(run), run.on_signal.__code__.co_filename) not in at_work:  # else this run is part of that one
+        if (id(run), run.on_signal.__code__.co_filename) not in at_work:  # else that run has started this one
             with contextlib.suppress(Exception):  # what broke may not close
                 run.at_end.close()
 
@@ -1606,7 +1667,7 @@ class Run:
         self.at_end, self.exit_code = contextlib.ExitStack(), 1  # calls of `close`, the last one first
         self.args, self.checkpoint = load_checkpoint(args)
         self.device = validate(self.args)
-        self.settings, self.home = asdict(self.args), Path.cwd()  # which an environment may leave for another folder
+        self.settings, self.home = asdict(self.args), Path.cwd()  # an environment may change the current folder
         counters = (self.checkpoint.get(name, 0) for name in ("global_step", "iteration", "num_updates", "seconds"))
         self.step, self.iteration, self.num_updates, self.seconds = counters
         self.logged_step = self.saved_step = self.first_step = self.step
@@ -1620,15 +1681,17 @@ class Run:
         # What a script sets for the whole process: in a notebook, the next run finds it as this one did
         self.at_end.callback(torch.set_num_threads, torch.get_num_threads())
         self.at_end.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        cudnn = sys.modules["torch.backends.cudnn"]  # named as an attribute of torch, this class could not go to Ray
+        cudnn = sys.modules["torch.backends.cudnn"]  # naming torch.backends.cudnn here would break Ray's pickling
         self.at_end.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
+        tiny = torch.tensor(1e-310, dtype=torch.float64)  # no function says whether such numbers count as zero
+        self.at_end.callback(torch.set_flush_denormal, not (tiny * 1).item())
 
     def env_seeds(self, num_envs: int) -> list[int]:
         """A seed for each environment: 31 bits, as EnvPool requires; different for each --seed and after a resume."""
         return (np.random.SeedSequence([self.args.seed, self.step]).generate_state(num_envs) >> 1).tolist()
 
     def param_groups(self) -> list[dict]:
-        """Those of optimizers of `torch.optim`, which a copy may have."""
+        """The `param_groups` of a copy's `torch.optim` optimizers."""
         return [group for part in self.state.values() for group in getattr(part, "param_groups", ())]
 
     def restore(self) -> None:
@@ -1654,25 +1717,25 @@ class Run:
 
     def open(self, envs, **state) -> None:
         """Register the parts of `state` for checkpoints, load them when resuming, and open the run's folder."""
-        self.envs, self.state, envs.stop = envs, state, self.close  # which saves, if an environment raises an error
+        self.envs, self.state, envs.stop = envs, state, self.close  # so that the run is saved if an environment fails
         given, self.settings = self.settings, asdict(self.args)
         if self.checkpoint and (twice := [name for name in given if given[name] != self.settings[name]]):
-            fail(f"`args.{twice[0]}` changes before `run.open`, in this run a second time: use a variable of your own")
+            fail(f"`args.{twice[0]}` is set before `run.open`, so a resumed run sets it twice: use another variable")
         own = {"rng", "script", "args", "later_args", "seconds", "global_step", "iteration", "num_updates"}
         for name, part in state.items():
             if name in own:
                 fail(f"`run.open` can't keep `{name}` in checkpoints: they use this name; give it another one")
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 fail(f"`run.open`: `{name}` needs `state_dict` and `load_state_dict`, as an nn.Module with buffers has")
-        check_owners(state)
+        check_owners(state, sys._getframe(1).f_locals)
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
-        # Settings as a schedule in the loop had left them, but not those that are new; Ray's runners have the first
+        # Settings as the loop had left them, except those that were changed now. Ray's runners keep the first ones
         later = {} if hasattr(envs, "sent") else self.checkpoint.get("later_args", {})
         new = {x for x in later if x in self.checkpoint["override"] or self.checkpoint["args"][x] != self.settings[x]}
         later = {name: x for name, x in later.items() if name not in new}
         if self.checkpoint:
             self.restore()
-        self.first_rates = self.rates()
+        self.first_rates, self.changed = self.rates(), set()
         self.keep_rng()
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
@@ -1689,7 +1752,10 @@ class Run:
                 self.dir = new_folder(self.dir, f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}")
             self.dir.mkdir(parents=True, exist_ok=True)
             if not self.args.resume and any(self.dir.iterdir()):
-                fail(f"the run folder {self.place()} is not empty; --resume goes on with a run")
+                how = (
+                    "--resume continues a run" if Path(self.dir, "checkpoint.pt").exists() else "no run can go on there"
+                )
+                fail(f"the run folder {self.place()} is not empty; {how}")
             self.open_files()
         except Exception as error:  # those of Weights & Biases have no other type in common
             for file in self.new_files:  # else the folder would be refused to the next attempt
@@ -1703,7 +1769,7 @@ class Run:
                 print(f"note: nothing is learnt before step {starts:,}", file=sys.stderr)
         print(getattr(envs, "summary", f"environments: {self.args.env_id}"), file=sys.stderr)
         total, initial = self.args.total_timesteps, self.step
-        hidden = False if type(sys.stderr).__module__ == "ipykernel.iostream" else None  # None: but on a terminal
+        hidden = False if type(sys.stderr).__module__ == "ipykernel.iostream" else None  # None: unless on a terminal
         self.bar = tqdm(total=total, initial=initial, unit=" steps", unit_scale=True, disable=hidden)
         self.at_end.callback(self.bar.close)
         for name, x in later.items():
@@ -1796,14 +1862,21 @@ class Run:
         self.rng["cuda"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Write a line, with means over the episodes that ended since the last line, and save if that is due."""
+        """Write a line, with means over the episodes that ended since the last line, and save if that is due.
+
+        Metrics of your own belong into the script's own call: another one at the same step takes its place.
+        """
         seconds = time.perf_counter() - self.start_time
         self.check_settings()
+        for name, x in sys._getframe(1).f_locals.items():
+            if x is not self.state.get(name, x) and type(x) is type(self.state[name]):
+                fail(f"`{name}` is not what `run.open` was given, and checkpoints keep that: change it in place")
         own = {f"charts/{name}" for name in ("SPS", "episodic_return", "episodic_length", "episodes")}
         if taken := metrics.keys() & {"global_step", "seconds", *own}:
             fail(f"a metric can't be called {taken.pop()}: the log itself uses this name; {self.hint()}")
         metrics = dict(metrics)
-        metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
+        if self.step > self.logged_step:  # not so in a second line for a step, as with metrics of your own
+            metrics["charts/SPS"] = (self.step - self.logged_step) / (seconds - self.seconds)
         if self.episodes:
             self.returns.extend(episode_return for episode_return, _ in self.episodes)
             means = np.mean(self.episodes, axis=0).tolist()
@@ -1811,6 +1884,8 @@ class Run:
             metrics["charts/episodes"] = len(self.episodes)
         metrics |= {f"info/{key}": sum(values) / len(values) for key, values in self.envs.infos.items()}
         for name, value in metrics.items():
+            if not isinstance(value, bool | int | float | np.number | Tensor) or np.ndim(value):
+                fail(f"the metric {name} is {value!r}, which is no number; {self.hint()}")
             if not math.isfinite(value):
                 sys.exit(f"error: {name} is {value} at step {self.step}; {self.hint()}")
         line = {"global_step": self.step, "seconds": round(seconds, 3), **metrics}
@@ -1830,17 +1905,18 @@ class Run:
             self.save()
 
     def check_settings(self) -> None:
-        """Refuse a learning rate that changed in `args` while that of its optimizer stayed: nothing has read it."""
-        names = {name for name in self.settings if name.endswith(("learning_rate", "_lr"))}
-        names -= {"learning_rate"} if getattr(self.args, "anneal_lr", False) else set()
-        if not (changed := [name for name in sorted(names) if getattr(self.args, name) != self.settings[name]]):
+        """Refuse a learning rate that was changed in `args` before the last line, if that of its optimizer stayed."""
+        names = [name for name in self.settings if name.endswith(("learning_rate", "_lr")) and name != "anneal_lr"]
+        before, self.changed = self.changed, {x for x in names if getattr(self.args, x) != self.settings[x]}
+        if not (changed := sorted(before & self.changed)):  # a later line of the loop may read a change
             return
         pairs = [*zip(self.first_rates, self.rates(), strict=False)]  # a group may have been added
         idle = [old for old, new in pairs if old == new]
         both = {name: {self.settings[name], float(np.float32(self.settings[name]))} for name in changed}
         unread = [name for name in changed if both[name] & {*idle}] or changed[: len(idle) == len(pairs)]
         if unread and len(changed) > len(pairs) - len(idle):
-            fail(f"nothing reads that `args.{unread[0]}` has changed: fill `learning_rate` of its Adam; {self.hint()}")
+            how = "fill the `learning_rate` of its Adam, or give its optimizer to `run.open`"
+            fail(f"setting `args.{unread[0]}` has no effect: {how}; {self.hint()}")
 
     def rates(self) -> list[float]:
         """The learning rates of all optimizers."""
@@ -1908,7 +1984,7 @@ class Run:
         if error:
             sys.exit(f"error: {' '.join(error.split())}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and self.stopped_by is None:
-            print("this run was finished before; a greater --total-timesteps (in PPO by a rollout) lets it go on")
+            print("this run is already finished; to go on, raise --total-timesteps (in PPO, by a rollout or more)")
         count = len(self.returns)
         score = f", mean return of the last {count} episodes {np.mean(self.returns):.1f}" if count else ""
         print(f"{self.step:,} steps in {self.seconds:.1f} s{score}\nlog, checkpoint, configuration: {self.place()}")

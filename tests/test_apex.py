@@ -608,7 +608,7 @@ def test_settings_that_cannot_work_are_refused(capfd):
         return helpers.refused(SCRIPT, capfd, **SMALL | settings)
 
     assert "--n-step 8 must be less than --fragment-steps 8" in refused(n_step=8)
-    assert "--replay-shards is for --num-runners 1 or more" in refused(replay_shards=1)
+    assert "--replay-shards needs --num-runners 1 or more" in refused(replay_shards=1)
     assert "--buffer-size 63 is less than two fragments, of 32 transitions each" in refused(buffer_size=63)
     assert "this script is for Discrete actions" in refused(env_id="tiny_envs:Reach-v0")
     assert "--epsilon-base must be at least 0 and at most 1, not 2" in refused(epsilon_base=2.0)

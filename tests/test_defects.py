@@ -974,7 +974,7 @@ def test_two_metrics_of_one_name_are_refused(capsys):
     assert load("ppo").named(("a", "b"), torch.tensor([1.0, 2.0])) == {"a": 1, "b": 2}
     with pytest.raises(SystemExit):
         load("ppo").named(("a", "a"), torch.tensor([1.0, 2.0]))
-    assert "an update gives 2 metrics for 2 names, 1 different, of METRICS" in capsys.readouterr().err
+    assert "2 metrics for 2 names, 1 of them distinct: compare METRICS" in capsys.readouterr().err
 
 
 @each_script

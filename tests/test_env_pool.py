@@ -499,7 +499,7 @@ def test_actions_of_another_kind_are_refused(refused):
 def test_an_observation_of_another_shape_is_named(train, capfd, size, what):
     with pytest.raises(SystemExit) as end:
         train(NAME, env_id="tiny_envs:Odd-v0", env_kwargs=json.dumps({"what": what, "size": size}), max_restarts=0)
-    message = f"an observation of shape ({size},), by a space of shape (3,)"
+    message = f"observation has shape ({size},), its space has (3,)"
     assert message in f"{end.value.code} {capfd.readouterr().err}"
 
 

@@ -419,7 +419,7 @@ def test_floats_by_a_space_of_integers_are_refused(make, capsys, env_id, num_env
     """Which would be rounded to 0 where they are stored by their space; which is so depends on how they are stepped."""
     with pytest.raises(SystemExit):
         make(env_id, num_envs, env_backend="gymnasium").reset()
-    assert "observations are floats, by a space of integers" in capsys.readouterr().err
+    assert "observations are floats, but the space has integers" in capsys.readouterr().err
 
 
 def test_an_error_is_explained_where_no_terminal_is_left(make):
@@ -495,6 +495,27 @@ def test_workers_that_hang_end_with_their_parent(tmp_path):
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert len(pids) == 2 and not left
+
+
+@pytest.mark.slow
+def test_workers_get_a_class_that_is_registered_by_the_name_of_the_main_module(tmp_path):
+    """Which they do not import."""
+    code = (
+        "import helpers, numpy, gymnasium as gym\n"
+        "class Own(gym.Env):\n"
+        "    observation_space, action_space = gym.spaces.Box(-1, 1, (3,)), gym.spaces.Discrete(2)\n"
+        "    reset = lambda self, **_: (numpy.full(3, 0.5, numpy.float32), {})\n"
+        "if __name__ == '__main__':\n"
+        "    gym.register('Own-v0', '__main__:Own')\n"
+        "    script = helpers.load('ppo')\n"
+        "    envs = script.Envs(script.Args(env_id='Own-v0', num_envs=2), [1, 2])\n"
+        "    assert (envs.reset() == 0.5).all() and envs.vector.processes\n"
+        "    envs.close()\n"
+    )
+    (tmp_path / "main.py").write_text(code)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
+    program = [sys.executable, str(tmp_path / "main.py")]
+    subprocess.run(program, cwd=tmp_path, env=environment, check=True, timeout=120)
 
 
 def test_mujoco_may_say_that_a_simulation_is_unstable(capfd):

@@ -443,12 +443,13 @@ def test_two_learners_are_one_with_twice_the_batch():
 
 @on_ray
 def test_other_learners_get_what_the_loop_changes_in_the_optimizer():
-    """Numbers, tuples, buffers. And whatever `make_learner` draws is the same in all of them."""
-    make, seen = SCRIPT.make_learner, lambda x: (float(x.bonus), x.betas, x.scale)
+    """Numbers, tuples, buffers, frozen weights. And whatever `make_learner` draws is the same in all of them."""
+    make, seen = SCRIPT.make_learner, lambda x: (float(x.bonus), x.betas, x.scale, float(x.frozen[0]))
 
     def make_more(*arguments):
         agent, optimizer, learn = make(*arguments)
         optimizer.register_buffer("bonus", torch.tensor(0.5))
+        optimizer.frozen.append(torch.tensor(1.0))
         agent.drawn = torch.randn(3)  # which is not sent
         return agent, optimizer, learn
 
@@ -460,12 +461,22 @@ def test_other_learners_get_what_the_loop_changes_in_the_optimizer():
         runners.publish(0, SCRIPT.get_weights(agent))
         _, fragments = runners.collect(1, 2)
         optimizer.bonus.fill_(2.0)
+        optimizer.frozen[0].fill_(4.0)
         optimizer.betas, optimizer.scale = (0.5, 0.9), np.float32(3)
         learners.update(optimizer, fragments[1:])
         learn(fragments[:1])
         asked = learners.actors[0].__ray_call__.remote(lambda self: (seen(self.optimizer), self.agent.drawn.tolist()))
         other, drawn = runners.ray.get(asked)
-        assert other == seen(optimizer) == (2.0, (0.5, 0.9), 3.0) and drawn == agent.drawn.tolist()
+        assert other == seen(optimizer) == (2.0, (0.5, 0.9), 3.0, 4.0) and drawn == agent.drawn.tolist()
+
+
+def test_a_part_that_other_learners_would_not_hear_of_is_refused():
+    """Its changes would reach the first one only."""
+    spaces = gym.spaces.Box(-1, 1, (3,)), gym.spaces.Discrete(2)
+    make, learner = SCRIPT.make_learner, SCRIPT.RemoteLearner(arguments(num_learners=2), 1, spaces)
+    with mock.patch.object(SCRIPT, "make_learner", lambda *x: (*make(*x), torch.ones(()))):
+        with pytest.raises(ValueError, match="make it an attribute or a buffer of the optimizer"):
+            learner.open()
 
 
 def test_learners_with_and_without_a_gpu_are_refused(capfd):
@@ -726,6 +737,19 @@ def test_a_fault_is_named_counted_and_survived(train, tmp_path, capfd, fault):
 
 
 @on_ray
+def test_a_mistake_in_what_runners_do_ends_the_run_soon(train, capfd):
+    """The second runner makes the same one, and no fragment has come: to start others would not help."""
+
+    def sample(*_):
+        return misspelt  # noqa: F821
+
+    with mock.patch.object(SCRIPT.Runner, "sample", sample), pytest.raises(SystemExit) as end:
+        train(num_runners=2, total_timesteps=6000)
+    assert "NameError" in end.value.code and "none has brought a fragment" in end.value.code
+    assert "in sample" in (said := capfd.readouterr().err) and "restart 2" not in said
+
+
+@on_ray
 def test_runners_close_their_environments(train, tmp_path):
     """So what these started ends, and what they write at the end is there."""
     train(env_id="Closing-v0", env_kwargs=f'{{"path": "{tmp_path / "closed"}"}}', num_runners=1)
@@ -770,7 +794,7 @@ def test_a_number_that_an_environment_of_the_file_reads_is_refused_when_it_chang
         settings = SMALL | {"env_id": "Leveled-v0", "run_dir": str(tmp_path / "run"), "num_runners": 1}
         with pytest.raises(SystemExit) as end:
             module.train(module.Args(**settings))
-    assert "`LEVEL` changed, but runners have what it was at the start" in end.value.code
+    assert "`LEVEL` changed, but runners keep its first value" in end.value.code
 
 
 @on_ray
@@ -799,7 +823,7 @@ def test_a_setting_that_changes_in_the_loop_is_refused_as_runners_do_not_get_it(
 
     with mock.patch.object(SCRIPT.Run, "log", change), pytest.raises(SystemExit) as end:
         train(num_runners=1, total_timesteps=6000)
-    assert "`args.ent_coef` changed, but runners have what it was at the start" in end.value.code
+    assert "`args.ent_coef` changed, but runners keep its first value" in end.value.code
 
 
 @on_ray
@@ -841,7 +865,7 @@ def test_settings_that_cannot_work_are_refused(capfd):
     assert "No module named 'tiny_env'" in refused(capfd, env_id="tiny_env:Reach-v0")
     assert "--async-envs is for Gymnasium" in refused(capfd, async_envs=True, env_backend="envpool")
     assert "--fragment-steps 16 can't be divided by --batch-updates 3" in refused(capfd, batch_updates=3)
-    assert "--num-learners 2 is for --num-runners 1 or more" in refused(capfd, num_runners=0, num_learners=2)
+    assert "--num-learners 2 needs --num-runners 1 or more" in refused(capfd, num_runners=0, num_learners=2)
     assert "--ray-address auto is for --num-runners 1" in refused(capfd, num_runners=0, ray_address="auto")
     assert "--gpus-per-runner 1.5: more than one GPU must be a whole" in refused(capfd, gpus_per_runner=1.5)
     if not torch.cuda.is_available():

@@ -506,12 +506,12 @@ def test_settings_that_cannot_work_are_refused(capfd):
     def refused(**settings):
         return helpers.refused(SCRIPT, capfd, **SMALL | settings)
 
-    assert "--rollout first-ready is for --num-runners 1 or more" in refused(num_runners=0, rollout="first-ready")
+    assert "--rollout first-ready needs --num-runners 1 or more" in refused(num_runners=0, rollout="first-ready")
     for settings in {"num_runners": 3}, {"num_runners": 2, "num_minibatches": 64, "norm_adv": False}:
         assert "--num-learners 2 must divide --num-runners, and --num-minibatches" in refused(
             num_learners=2, **settings
         )
-    assert "--num-learners 2 is for --num-runners 1 or more" in refused(num_learners=2)
+    assert "--num-learners 2 needs --num-runners 1 or more" in refused(num_learners=2)
 
 
 # Over Ray

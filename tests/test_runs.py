@@ -564,7 +564,7 @@ def test_rollouts_that_do_not_come_out_even_are_refused(refused, name):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @each_script
 def test_absent_device_is_refused(refused, name):
-    assert "CUDA" in refused(name, device="cuda")
+    assert "--device cuda: " in refused(name, device="cuda")
     assert "cpu, cuda" in refused(name, device="gpu")
     assert "cpu, cuda" in refused(name, device="mps")
 
@@ -719,7 +719,7 @@ def test_override_of_a_learning_rate_that_is_not_annealed(train):
     [
         ("num_envs=2", "num_envs can't change in a run"),
         ("buffer_size=2", "buffer_size can't change in a run"),
-        ("gama=0.9", "gama is no setting"),
+        ("gama=0.9", "gama is unknown"),
         ("gamma", "gamma"),
         ("gamma=high", "high"),
         ("gamma=1.5", "--gamma must be at least 0 and at most 1"),

@@ -37,11 +37,12 @@ OF_TWINS = {
     "readings",
     "refuse_changes",
 }
-OF_TWINS |= {"tensors_only", "check_equal", "check_places", "is_set", "steps_differ"}
+OF_TWINS |= {"tensors_only", "check_equal", "check_places", "is_set", "steps_differ", "wrapped_by", "occurs"}
+OF_TWINS |= {"attributes_read"}
 OF_STACKED = {"check_stack", "Stack", "transposed", "is_called_by_library"}  # in twins whose critics are stacked
 OF_SENT = {"Folders", "find_libraries"}  # in twins whose functions are sent to other processes
 MOST_IN_TRAIN = 135
-RULE = "# ---- Plumbing: what the algorithm is built on, nearly all the same text in every script that has it "
+RULE = "# ---- Plumbing: what the algorithm is built on, nearly the same text in every script "
 RULE = RULE.ljust(117, "-")
 HEADINGS = (
     ["Collect", "Estimate advantages", "Learn", "Log"],  # on-policy

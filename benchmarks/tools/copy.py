@@ -47,7 +47,7 @@ EDITS = {
     r"range\(run\.iteration, num_iterations\)": "range(num_iterations)",
     r" *run\.iteration = iteration \+ 1\n": "",
     r" *update_copy\(network, collector\)  # the weights as loaded\n": "",
-    r"; one at least, even if a signal has just come": "",
+    r"; at least one, even after a signal": "",
     r"(?s) *handlers = \{signum: signal\.getsignal.*?the C\+\+ compiler, too\n": "",
     r' *advice \+= "; to Ray\'s runners, .*\n': "",
     r", which a checkpoint fills in place": "",

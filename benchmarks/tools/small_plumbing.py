@@ -75,12 +75,15 @@ class Run:
         config["device"] = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
         (self.dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         self.file = (self.dir / "metrics.jsonl").open("x", buffering=1)
-        hidden = False if type(sys.stderr).__module__ == "ipykernel.iostream" else None  # None: but on a terminal
+        hidden = False if type(sys.stderr).__module__ == "ipykernel.iostream" else None  # None: unless on a terminal
         self.bar = tqdm(total=self.args.total_timesteps, unit=" steps", unit_scale=True, disable=hidden)
         self.start_time = time.perf_counter()
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Write a line, with means over the episodes that ended since the last line, and save if that is due."""
+        """Write a line, with means over the episodes that ended since the last line, and save if that is due.
+
+        Metrics of your own belong into the script's own call: another one at the same step takes its place.
+        """
         seconds = time.perf_counter() - self.start_time
         metrics = metrics | {"charts/SPS": (self.step - self.logged_step) / (seconds - self.seconds)}
         if self.episodes:
