@@ -97,6 +97,7 @@ def test_less_does_not_replace_more(tmp_path, capsys, change, message):
     [
         ({"scripts": ("sarsa",)}, "no script sarsa; there are a3c_ray"),
         ({"rounds": 0}, "--rounds"),
+        ({"seconds": 1.0}, "--seconds 1 is less than --window, which is 2 here"),
         ({"scripts": ("ppo_env_pool",), "peers": ("sb3",)}, "--peers sb3: it trains none of ppo_env_pool"),
         ({"scripts": ("ppo",), "peers": ("leanrl",)}, "--peers leanrl: it trains none of ppo"),
         ({"peers": ("leanrl", "sb3")}, "cleanrl and leanrl have a table of their own"),

@@ -440,7 +440,7 @@ def check(options: Options) -> list[str]:
     check_once(options, "scripts", "variants", "peers")
     split_flags(options.flags)
     if options.seconds < options.window:
-        fail("--seconds must be at least --window")
+        fail(f"--seconds {options.seconds:g} is less than --window, which is {options.window:g} here")
     if options.whole_steps < 0:
         fail("--whole-steps must be 0 or more")
     scripts = list(options.scripts) or pairs_here()
