@@ -203,10 +203,11 @@ def test_a_pair_is_shown_hunk_by_hunk(capsys):
     assert "── train, line " in done.stdout
     pair = [Path(ROOT) / "scripts" / f"ppo{suffix}.py" for suffix in ("", "_torchcompile")]
     assert "\033[32m+    compile: bool = True" in diff.render(*pair, is_coloured=True)
+    assert benchmark_here(capsys, "diff", "ppo_torchcompile").stdout == done.stdout
     assert benchmark_here(capsys, "diff", "sarsa").stderr.startswith("error: no pair sarsa; there are a3c_ray")
 
 
-def test_a_copy_of_a_pair_is_shown_by_its_path(tmp_path, capsys):
+def test_a_copy_of_a_pair_is_shown_by_its_path(tmp_path, monkeypatch, capsys):
     for suffix in ("", "_torchcompile"):
         text = (Path(ROOT) / "scripts" / f"ppo{suffix}.py").read_text()
         (tmp_path / f"mine{suffix}.py").write_text(
@@ -214,6 +215,11 @@ def test_a_copy_of_a_pair_is_shown_by_its_path(tmp_path, capsys):
         )
     shown = benchmark_here(capsys, "diff", str(tmp_path / "mine.py")).stdout
     assert shown.startswith("mine.py and mine_torchcompile.py differ") and "-    gamma: float = 0.90" in shown
+    monkeypatch.chdir(tmp_path)
+    assert benchmark_here(capsys, "diff", "mine_torchcompile.py").stdout == shown
+    assert "no pair mine; for the file in this folder: ./run.sh diff mine.py" in refusal(
+        diff.main, diff.Options("mine"), capsys
+    )
     (tmp_path / "mine_torchcompile.py").unlink()
     assert (
         f"there is no {tmp_path / 'mine_torchcompile.py'}"

@@ -1,9 +1,9 @@
 """How the two scripts of a pair differ, hunk by hunk, each with its reason: ./run.sh diff PAIR.
 
-PAIR is the name of an eager script, such as ppo, or the path of your own, whose twin lies beside it. The reasons come
-first, taken from the compiled script's own `# compile:` comments, then the hunks. Docstrings are left out, and
-everything below the rule, where compiled scripts have some additional functions, identical in all of them. Colours are
-used only if the output is a terminal.
+PAIR is the name of an eager script, such as ppo, or the path of your own, whose twin lies beside it; that of the twin
+will do. The reasons come first, taken from the compiled script's own `# compile:` comments, then the hunks. Docstrings
+are left out, and everything below the rule, where compiled scripts have some additional functions, identical in all of
+them. Colours are used only if the output is a terminal.
 
 Measures: nothing.
 Takes: no time.
@@ -108,10 +108,12 @@ def render(eager: Path, compiled: Path, is_coloured: bool) -> str:
 
 
 def main(options: Options) -> None:
-    eager = Path(options.pair)
-    if eager.suffix != ".py":
-        check_known("pair", [options.pair], pairs())
-        eager = SCRIPTS / f"{options.pair}.py"
+    eager = Path(options.pair.removesuffix(".py").removesuffix(SUFFIX) + ".py")
+    if not options.pair.endswith(".py"):
+        if eager.stem not in pairs() and eager.is_file():
+            fail(f"no pair {eager.stem}; for the file in this folder: ./run.sh diff {eager}")
+        check_known("pair", [options.pair.removesuffix(SUFFIX)], pairs())
+        eager = SCRIPTS / eager
     compiled = eager.with_stem(f"{eager.stem}{SUFFIX}")
     for path in (eager, compiled):
         if not path.is_file():
