@@ -143,10 +143,40 @@ def test_a_checkpoint_that_does_not_fit(run_dir, tmp_path, refused):
     assert "does not fit" in refused(other)
 
 
+@pytest.mark.parametrize(("other", "why"), [("dqn", "it has no 'network'"), ("ppo_continuous_action", "")])
+def test_a_script_of_another_run(other, why, run_dir, capsys):
+    done = benchmark_here(capsys, "evaluate", run_dir, "--script", SCRIPTS / f"{other}.py")
+    note, line = done.stderr.splitlines()
+    assert done.returncode == 2 and "is not the file that trained this run" in note
+    assert f"error: this is a run of ppo.py: its checkpoint does not fit {other}.py: {why}" in line
+
+
+def test_a_script_in_the_folder_of_the_caller(run_dir, tmp_path, monkeypatch, refused):
+    moved = tmp_path / "moved"
+    shutil.copytree(run_dir, moved)
+    config = json.loads((moved / "config.json").read_text()) | {"script": "my_own_ppo.py"}
+    (moved / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    assert "there is no my_own_ppo.py, whose run this is, in " in refused(moved)
+    shutil.copy(SCRIPTS / "ppo.py", "my_own_ppo.py")
+    assert len(evaluate.evaluate(evaluate.Options(moved, episodes=1))) == 1
+
+
+def test_an_environment_whose_module_is_elsewhere(run_dir, tmp_path, refused):
+    moved = tmp_path / "moved"
+    shutil.copytree(run_dir, moved)
+    config = json.loads((moved / "config.json").read_text())
+    config["args"]["env_id"] = "my_sim:MySim-v0"
+    (moved / "config.json").write_text(json.dumps(config))
+    assert "no module my_sim, which has the environment my_sim:MySim-v0: run this from the folder of my_sim.py" in (
+        refused(moved)
+    )
+
+
 def test_bad_flags(run_dir, refused, tmp_path, capsys):
     assert "--episodes" in refused(run_dir, episodes=0)
     assert "--seed must be at least 0" in refused(run_dir, seed=-1)
-    assert "no script" in refused(run_dir, script=Path("nowhere.py"))
+    assert refused(run_dir, script=Path("nowhere.py")) == "error: --script nowhere.py: there is no such file\n"
     done = benchmark_here(capsys, "evaluate", tmp_path / "missing")
     assert done.returncode == 2 and done.stderr == f"error: there is no folder {tmp_path / 'missing'}\n"
 
@@ -167,9 +197,13 @@ def test_video_names_what_to_install(env_id, there, missing, monkeypatch, tmp_pa
 
 
 def test_video_needs_a_file_that_can_be_written(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(evaluate.importlib.util, "find_spec", lambda _: True)
     module = load_script(SCRIPTS / "ppo.py")
-    for path in (tmp_path, tmp_path / "missing" / "a.mp4"):
+    monkeypatch.setattr(evaluate.importlib.util, "find_spec", lambda _: None)  # its ending is looked at first
+    line = refusal(lambda path: evaluate.check_video(module, "CartPole-v1", path), tmp_path / "a.txt", capsys)
+    assert line == f"error: --video {tmp_path / 'a.txt'}: name a file that ends in .mp4\n"
+    monkeypatch.setattr(evaluate.importlib.util, "find_spec", lambda _: True)
+    (tmp_path / "folder.mp4").mkdir()
+    for path in (tmp_path / "folder.mp4", tmp_path / "missing" / "a.mp4"):
         line = refusal(lambda path: evaluate.check_video(module, "CartPole-v1", path), path, capsys)
         assert line == f"error: --video: can't write a file {path}\n"
 

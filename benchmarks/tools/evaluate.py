@@ -34,7 +34,7 @@ class Options:
     run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN_DIR")]  # folder of the run
     episodes: int = 10  # episodes to play
     video: Annotated[Path | None, tyro.conf.arg(metavar="FILE.mp4")] = None  # also film the first episode
-    script: Annotated[Path | None, tyro.conf.arg(metavar="FILE.py")] = None  # the run's script, if not in scripts/
+    script: Annotated[Path | None, tyro.conf.arg(metavar="FILE.py")] = None  # the run's, if not in scripts/ or here
     seed: int = 0  # another seed gives other episodes; none repeats one of the training
     follow: bool = False  # play each new checkpoint while the run trains
 
@@ -78,6 +78,8 @@ def check_video(module: ModuleType, env_id: str, path: Path) -> None:
     """Refuse to film where it can't work, before anything is played."""
     import gymnasium as gym
 
+    if path.suffix.lower() != ".mp4":
+        fail(f"--video {path}: name a file that ends in .mp4")
     is_of_gymnasium = hasattr(module, "make_env") and (env_id in gym.registry or ":" in env_id)
     if not is_of_gymnasium and not is_game(env_id):
         fail(f"--video needs an environment of Gymnasium or a game of Atari; {env_id} exists in EnvPool only")

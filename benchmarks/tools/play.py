@@ -1,5 +1,6 @@
 """Loads the policy of a run and plays it, for `evaluate` and `follow`."""
 
+import importlib.util
 import json
 import pickle
 import sys
@@ -19,7 +20,7 @@ EVALUATION = 0xE7A1  # part of the seed, so that no environment of the training 
 def load_run(folder: Path, script: Path | None = None) -> tuple[ModuleType, object]:
     """(module of the script, the run's arguments); exits with a one-line message if anything is wrong with the folder.
 
-    The script is the one in scripts/ that config.json names, or `script` if given.
+    The script is `script`, or else the one that config.json names, in scripts/ or in the folder that one is in.
     """
     if not folder.is_dir():
         fail(f"there is no folder {folder}")
@@ -30,9 +31,11 @@ def load_run(folder: Path, script: Path | None = None) -> tuple[ModuleType, obje
         fail(f"{folder} is not the folder of a run: it has no config.json")
     except (ValueError, KeyError, TypeError):
         fail(f"{folder / 'config.json'} can't be read")
-    path = script or SCRIPTS / name
-    if not path.is_file():
-        fail(f"there is no script {path}, whose run this is; name a copy of it with --script PATH")
+    if script and not script.is_file():
+        fail(f"--script {script}: there is no such file")
+    path = script or next((path for path in (SCRIPTS / name, Path(name)) if path.is_file()), None)
+    if path is None:
+        fail(f"there is no {name}, whose run this is, in {SCRIPTS} or in this folder; name it with --script PATH")
     blob = git("hash-object", str(path.resolve()))  # empty where there is no git
     if blob and config.get("blob") not in (None, blob):
         print(f"note: {path} is not the file that trained this run, or has changed: see --script", file=sys.stderr)
@@ -45,6 +48,9 @@ def load_run(folder: Path, script: Path | None = None) -> tuple[ModuleType, obje
         args = module.Args(**{f.name: saved[f.name] for f in fields(module.Args) if f.name in saved})
     except TypeError as error:
         fail(f"{path} is not the script of this run: {error}")
+    home = args.env_id.rpartition(":")[0].partition(".")[0]
+    if home and importlib.util.find_spec(home) is None:
+        fail(f"no module {home}, which has the environment {args.env_id}: run this from the folder of {home}.py")
     return module, args
 
 
@@ -91,8 +97,11 @@ def play(
     envs = make_envs(module, args, seeds.tolist())
     try:
         policy = module.load_policy(checkpoint, envs)
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        fail(f"the checkpoint does not fit {Path(module.__file__).name}: {str(error).splitlines()[0].rstrip(':')}")
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        name, why = Path(module.__file__).name, str(error).splitlines()[0].rstrip(":")
+        own = checkpoint.get("script", name)  # a copy of it has another name, and may fit
+        what = "the" if own == name else f"this is a run of {own}: its"
+        fail(f"{what} checkpoint does not fit {name}: {'it has no ' * isinstance(error, KeyError)}{why}")
     returns, episode_return, obs = [], 0.0, envs.reset()
     while len(returns) < episodes:
         if frames is not None and not returns:
