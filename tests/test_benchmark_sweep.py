@@ -147,7 +147,9 @@ def test_bad_input(options, message, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"flags": "--bogus 1"}, "ppo does not take --seed 1 --env-id CartPole-v1 --total-timesteps 50000 --bogus 1"),
+        ({"flags": "--bogus 1"}, "ppo: Unrecognized options: --bogus, 1\n"),
+        ({"flags": "--gama 0.9"}, "ppo: Unrecognized options: --gama, 0.9; did you mean --gamma?\n"),
+        ({"flags": "--gamma x"}, "ppo: Error parsing --gamma: could not convert string to float: 'x'"),
         ({"flags": "--capture-video"}, "ppo: --capture-video is a flag of CleanRL's; here ./run.sh evaluate"),
         ({"flags": "--gamma 2"}, "ppo: --gamma must be at least 0 and at most 1, not 2.0"),
         ({"env_ids": ("NoEnv-v0",)}, "no environment NoEnv-v0: "),

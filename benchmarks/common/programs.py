@@ -1,15 +1,18 @@
 """The scripts as programs: which pairs there are, the variants of a pair, and how to run or load one."""
 
 import contextlib
+import difflib
 import importlib.util
 import io
 import math
 import os
+import re
 import shlex
 import shutil
 import sys
 import sysconfig
 from dataclasses import Field, fields, replace
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Literal, NoReturn
@@ -151,11 +154,24 @@ def check_environment(env_id: str) -> None:
             fail(f"no environment {env_id}: {error}")
 
 
+def did_you_mean(name: str, known: list[str]) -> str:
+    """The end of a message about a name that does not exist: the one most like it, if any is."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def words_of_parser(text: str, known: list[str]) -> str:
+    """What the parser says first, under a title and its rule, and which flag may have been meant; "" if nothing."""
+    first = " ".join(takewhile(lambda line: line.strip("-"), [line.strip() for line in text.splitlines()[2:]]))
+    flag = re.search(r"^Unrecognized options:.*? --([\w-]+)", first)
+    return first + did_you_mean(f"--{flag[1]}", [f"--{name.replace('_', '-')}" for name in known]) if flag else first
+
+
 def check_settings(arguments: list[str], is_here: bool = True) -> None:
     """Refuse a script's command line, as from `command`, that the script or its task would refuse.
 
-    What the script says of a wrong value follows its name; the parser's report of an unknown flag has many lines. Where
-    it is to run on another machine, that one may have a device and environments that this one lacks.
+    What the script or its parser says of it follows its name. Where it is to run on another machine, that one may have
+    a device and environments that this one lacks.
     """
     import tyro
 
@@ -170,7 +186,8 @@ def check_settings(arguments: list[str], is_here: bool = True) -> None:
         told = [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
         if told:
             fail(f"{path.stem}: {told[0].removeprefix('error: ')}")
-        fail(f"{path.stem} does not take {shlex.join(arguments[2:])}; its --help says what it takes")
+        said_first = words_of_parser(said.getvalue(), list(module.Args.__dataclass_fields__))
+        fail(f"{path.stem}: {said_first or f'it does not take {shlex.join(arguments[2:])}'}")
     finally:
         sys.argv = argv
     if is_here:

@@ -6,13 +6,12 @@ learning_rate=*1.2                    --perturb only: multiplied or divided by 1
 """
 
 import ast
-import difflib
 import math
 import types
 from dataclasses import Field, dataclass
 from typing import Literal, NoReturn, Union, get_args, get_origin
 
-from benchmarks.common.programs import SCRIPTS, fail, fields_of, load_script
+from benchmarks.common.programs import SCRIPTS, did_you_mean, fail, fields_of, load_script
 
 NUMBERS = {"uniform": 2, "loguniform": 2, "quniform": 3, "randint": 2}  # numbers that each kind of range takes
 FORMS = "uniform(a,b), loguniform(a,b), quniform(a,b,step), randint(a,b) or a list [a,b,...]"
@@ -112,8 +111,8 @@ def check_name(flag: str, name: str, known: dict[str, Field], script: str) -> No
     if name in OWN:
         fail(f"{flag} {name}: tune sets it itself, or it would be another task")
     if name not in known:
-        near = difflib.get_close_matches(name, [x for x in known if x not in OWN], n=1, cutoff=0.5)
-        fail(f"{flag} {name}: {script} has no such setting" + (f"; did you mean {near[0]}?" if near else ""))
+        hint = did_you_mean(name, [x for x in known if x not in OWN])
+        fail(f"{flag} {name}: {script} has no such setting{hint}")
 
 
 def parsed(text: str, with_factor: bool) -> tuple[str, tuple]:
