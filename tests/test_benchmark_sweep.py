@@ -77,12 +77,14 @@ def test_after_sigkill_finished_runs_are_not_run_again(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_failed_runs_are_shown_and_run_again(tmp_path, capsys):
+def test_failed_runs_are_shown_and_run_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # of the runs, which shall find tiny_envs
     flags = ["--scripts", "ppo", "--seeds", 1, "--total-timesteps", 2000, "--out", tmp_path, "--jobs", 2, SMALL]
-    ids = ["--env-ids", "CartPole-v1", "Pendulum-v1"]
+    ids = ["--env-ids", "CartPole-v1", "tiny_envs:Reach-v0"]
     done = benchmark_here(capsys, "sweep", *flags, "--variants", "eager", *ids)
     assert done.returncode == 1
-    assert re.search(r"Pendulum-v1__ppo__eager__1, exit code 2; its last lines:\n    error: .*Pendulum-v1", done.stdout)
+    error = r"error: tiny_envs:Reach-v0 has actions Box.*"
+    assert re.search(rf"Reach-v0__ppo__eager__1, exit code 2; its last lines:\n(    .*\n)*    {error}", done.stdout)
     assert "1 of 2 runs finished" in done.stdout
     again = benchmark_here(capsys, "sweep", "--resume", "--out", tmp_path)
     assert again.returncode == 1 and "1 of 2 runs finished" in again.stdout
@@ -152,6 +154,8 @@ def test_bad_input(options, message, tmp_path, capsys):
         ({"flags": "--gamma x"}, "ppo: Error parsing --gamma: could not convert string to float: 'x'"),
         ({"flags": "--capture-video"}, "ppo: --capture-video is a flag of CleanRL's; here ./run.sh evaluate"),
         ({"flags": "--gamma 2"}, "ppo: --gamma must be at least 0 and at most 1, not 2.0"),
+        ({"env_ids": ("CartPole-v1", "HalfCheetah-v4")}, "ppo takes Discrete actions, HalfCheetah-v4 has Box("),
+        ({"env_ids": ("FrozenLake-v1", "Pendulum-v1")}, "ppo takes Discrete actions, Pendulum-v1 has Box("),
         ({"env_ids": ("NoEnv-v0",)}, "no environment NoEnv-v0: "),
         ({"env_ids": ("no_module:Env-v0",)}, "no environment no_module:Env-v0: "),
     ],
@@ -166,6 +170,30 @@ def test_flags_of_cleanrl_are_understood():
     argv = sys.argv
     check_settings([*programs.command("dqn", "eager"), "--no-cuda"])
     assert sys.argv is argv
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "message"),
+    [
+        (
+            "sac_continuous_action",
+            ["--env-id=Pong-v5"],
+            "continuous_action takes Box actions, Pong-v5 has Discrete(6)",
+        ),
+        ("ppo_atari_envpool", ["--env-id=HalfCheetah-v4"], "ppo_atari_envpool takes Discrete actions, HalfCheetah-v4"),
+        ("dqn", ["--env-id=Pendulum-v1", "--env-backend=gymnasium"], "dqn takes Discrete actions, Pendulum-v1 has Box"),
+        ("sac_continuous_action", ["--env-id=LunarLander-v3", "--env-kwargs={}"], "LunarLander-v3 has Discrete(4)"),
+        ("sac_continuous_action", ["--env-id=MountainCarContinuous-v0"], None),
+        ("ppo_env_pool", ["--env-id=Pendulum-v1"], None),
+        ("dqn", ["--env-id=tiny_envs:Reach-v0"], None),  # is left to the run
+    ],
+)
+def test_an_environment_whose_actions_a_pair_can_not_learn(script, flags, message, capsys):
+    line = [*programs.command(script, "eager"), *flags]
+    if message:
+        assert message in refusal(check_settings, line, capsys)
+    else:
+        check_settings(line)
 
 
 def test_environments_of_either_library_and_of_a_module_are_known(capsys):

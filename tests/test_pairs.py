@@ -5,6 +5,7 @@ Whole runs are compared in float64, by settings that keep rounding errors small:
 
 import functools
 import math
+import re
 
 import helpers
 import pytest
@@ -59,6 +60,13 @@ def test_each_pair_is_in_the_table(name):
         return
     missing = [field for field in needed if not getattr(pair, field) or getattr(pair, field) == (0.0, 0.0)]
     assert not missing, f"the entry of {name} in benchmarks/common/pairs.py lacks {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("name", [eager.stem for eager, _ in PAIRS])
+def test_the_actions_in_the_table_are_those_that_the_script_names(name):
+    known = (ROOT / "scripts" / f"{name}.py").read_text()
+    named = re.search(r"    env_id: .* with (.*) actions", known)
+    assert TABLE[name].takes == (tuple(named[1].split(" or ")) if named else ("Discrete",))
 
 
 def test_the_table_has_no_pair_that_is_gone():

@@ -14,6 +14,7 @@ Settings = dict[str, Any]  # fields of a script's Args
 class Pair:
     """One pair. If it has tests of its own, the fields that only the common tests need may be left out."""
 
+    takes: tuple[str, ...] = ("Discrete", "Box")  # the spaces of actions that it can learn, by Gymnasium's names
     # How it acts in its default environment, unless another pair acts in the same way: a class of acting/networks.py,
     # the shape of an observation (bytes if it is an image), and the number of actions or of their dimensions
     acts: str | None = None
@@ -76,6 +77,7 @@ OFF_POLICY_VALUE = {"total_timesteps": 1500, "learning_starts": 100, "buffer_siz
 
 TABLE = {
     "ppo_continuous_action": Pair(
+        takes=("Box",),
         acts="Gaussian", obs_shape=(17,), num_actions=6, peers="ppo",
         clones=("cleanrl", "leanrl"),
         leanrl={"CleanRL": 652, "eager": 683, "compile": 908, "compile+cudagraphs": 1774},
@@ -91,6 +93,7 @@ TABLE = {
         learn_value=PPO_VALUE,
     ),
     "sac_continuous_action": Pair(
+        takes=("Box",),
         acts="SquashedGaussian", obs_shape=(17,), num_actions=6, peers="sac",
         clones=("cleanrl", "leanrl"),
         leanrl={"CleanRL": 127, "eager": 130, "compile": 255, "compile+cudagraphs": 725},
@@ -114,6 +117,7 @@ TABLE = {
         most_changes=35,  # the critics are stacked
     ),
     "td3_continuous_action": Pair(
+        takes=("Box",),
         acts="Deterministic", obs_shape=(17,), num_actions=6, peers="td3",
         clones=("cleanrl", "leanrl"),
         leanrl={"CleanRL": 272, "eager": 247, "compile": 272, "compile+cudagraphs": 936},
@@ -131,6 +135,7 @@ TABLE = {
         most_changes=35,  # the critics are stacked
     ),
     "ppo_atari_envpool": Pair(
+        takes=("Discrete",),
         acts="Categorical", obs_shape=(21, 21, 64), num_actions=4, peers="ppo",
         leanrl={"CleanRL": 1022, "eager": 3728, "compile": 3841, "compile+cudagraphs": 6809},
         own_tests="test_atari.py",
@@ -138,6 +143,7 @@ TABLE = {
         own_texts=("Envs",),  # games are stepped in pools and observed as stacks of frames
     ),
     "dqn": Pair(
+        takes=("Discrete",),
         acts="EpsilonGreedy", obs_shape=(4,), num_actions=2, peers="dqn",
         clones=("cleanrl", "leanrl"),
         scored=("CartPole-v1", "Acrobot-v1"),
@@ -154,6 +160,7 @@ TABLE = {
         learn_value=OFF_POLICY_VALUE | {"train_frequency": 1, "target_network_frequency": 25, "learning_rate": 3e-3},
     ),
     "ppo": Pair(
+        takes=("Discrete",),
         acts="Categorical", obs_shape=(4,), num_actions=2, peers="ppo", clones=("cleanrl",),
         scored=("CartPole-v1", "Acrobot-v1"),
         small=CHOOSE | {"num_envs": 1} | ON_POLICY,
@@ -200,6 +207,7 @@ TABLE = {
         own_texts=("warn_of_pixels",),  # it has convolutions for them
     ),
     "apex_dqn_ray": Pair(
+        takes=("Discrete",),
         peers="dqn",  # it acts as dqn does
         own_tests="test_apex.py",
         task={"env_id": "CartPole-v1", "total_timesteps": 80_000, "num_runners": 0, "fragment_steps": 16, "gamma": 0.98,

@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import importlib.util
 import io
+import json
 import math
 import os
 import re
@@ -167,8 +168,39 @@ def words_of_parser(text: str, known: list[str]) -> str:
     return first + did_you_mean(f"--{flag[1]}", [f"--{name.replace('_', '-')}" for name in known]) if flag else first
 
 
+def actions_of(module: ModuleType, args):
+    """The space of actions of a script's environment; None where that is left to the run, as for MODULE:ID.
+
+    One of Gymnasium's is made for this.
+    """
+    import envpool
+    import gymnasium as gym
+
+    if ":" in args.env_id:
+        return None
+    backend = getattr(args, "env_backend", "gymnasium" if hasattr(module, "make_env") else "envpool")
+    if hasattr(module, "choose_backend"):
+        backend = module.choose_backend(args.env_id, backend, in_process=False)
+    try:
+        if backend == "envpool" or args.env_id not in gym.registry:
+            return envpool.make_spec(args.env_id).action_space
+        with contextlib.closing(module.make_env(args.env_id, json.loads(args.env_kwargs))) as env:
+            return env.action_space
+    except Exception:  # the run will say why
+        return None
+
+
+def check_actions(script: str, module: ModuleType, args) -> None:
+    """Refuse an environment whose kind of actions a pair can't learn."""
+    import gymnasium as gym
+
+    takes, space = TABLE[script].takes if script in TABLE else (), actions_of(module, args)
+    if takes and space is not None and not isinstance(space, tuple(getattr(gym.spaces, kind) for kind in takes)):
+        fail(f"{script} takes {' or '.join(takes)} actions, {args.env_id} has {space}")
+
+
 def check_settings(arguments: list[str], is_here: bool = True) -> None:
-    """Refuse a script's command line, as from `command`, that the script or its task would refuse.
+    """Refuse a script's command line, as from `command`, that the script or its environment would refuse.
 
     What the script or its parser says of it follows its name. Where it is to run on another machine, that one may have
     a device and environments that this one lacks.
@@ -192,6 +224,7 @@ def check_settings(arguments: list[str], is_here: bool = True) -> None:
         sys.argv = argv
     if is_here:
         check_environment(args.env_id)
+        check_actions(path.stem.removesuffix(SUFFIX), module, args)
 
 
 def check_installed(peers: tuple[str, ...]) -> None:
