@@ -86,7 +86,10 @@ def test_failed_runs_are_shown_and_run_again(tmp_path, monkeypatch, capsys):
     error = r"error: tiny_envs:Reach-v0 has actions Box.*"
     assert re.search(rf"Reach-v0__ppo__eager__1, exit code 2; its last lines:\n(    .*\n)*    {error}", done.stdout)
     assert "1 of 2 runs finished" in done.stdout
+    page = (tmp_path / "report" / "report.md").read_text()
+    assert re.search(rf"- ppo, tiny_envs:Reach-v0, eager, seed 1: exit code 2; {error}\n", page)
     again = benchmark_here(capsys, "sweep", "--resume", "--out", tmp_path)
+    assert (tmp_path / "report" / "report.md").read_text().count("seed 1: exit code 2") == 1
     assert again.returncode == 1 and "1 of 2 runs finished" in again.stdout
     assert [state for _, state in states(tmp_path)][-2:] == ["started", "failed"]
 
@@ -97,13 +100,27 @@ def test_a_failed_run_does_not_count_though_it_came_near_its_end(tmp_path, monke
     def run_all(jobs, _place, options, journal) -> None:
         for seed, (job, state) in enumerate(zip(jobs, ("finished", "failed"), strict=True), 1):
             make_run(options.out / "runs" / job.name, [make_line(1984, 1.0)], seed=seed, total=2000)
-            journal.note(job.name, state)
+            journal.note(job.name, state, why="killed by signal 9")
+            (options.out / "output" / f"{job.name}.txt").write_text("Traceback:\nMemoryError\nnothing is saved\n")
 
     monkeypatch.setattr(sweep, "run_all", run_all)
     settings = {"scripts": ("ppo",), "seeds": (1, 2), "total_timesteps": 2000, "variants": ("eager",), "out": tmp_path}
     assert sweep.main(sweep.Options(**settings)) == 1
+    assert (
+        "\n- ppo, CartPole-v1, eager, seed 2: killed by signal 9; MemoryError\n"
+        in (tmp_path / "report" / "report.md").read_text()
+    )
     (row,) = json.loads((tmp_path / "report" / "report.json").read_text())["rows"]
     assert row["seeds"] == [1] and [x["why"] for x in row["left_out"]] == ["it failed"]
+
+
+def test_a_sweep_of_which_all_runs_failed_has_a_report_of_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "run_all", lambda jobs, *rest: [rest[-1].note(job.name, "failed") for job in jobs])
+    settings = {"scripts": ("ppo",), "seeds": (1, 2), "variants": ("eager",), "out": tmp_path}
+    assert sweep.main(sweep.Options(**settings)) == 1
+    lines = (tmp_path / "report" / "report.md").read_text().splitlines()
+    own = [f"- ppo, CartPole-v1, eager, seed {seed}: failed; no output" for seed in (1, 2)]
+    assert lines == ["# Report", "", "No run has finished.", "", "## Failed runs", "", *own]
 
 
 @pytest.mark.slow

@@ -8,12 +8,13 @@ in the same folders.
 
 Measures: what each run learns, and how long it takes; `./run.sh report --help` says how that is summarized.
 Takes: as long as the runs that it announces, divided by --jobs; at the defaults one to four hours on two cores.
-Leaves: OUT/runs with a folder for each run, OUT/output, OUT/journal.jsonl and OUT/report.
+Leaves: OUT/runs with a folder for each run, OUT/output, OUT/journal.jsonl, and OUT/report, which names failed runs too.
 """
 
 import fcntl
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -46,7 +47,7 @@ from benchmarks.common.programs import (
     say_left_out,
     split_flags,
 )
-from benchmarks.common.results import make_folder, stoppable
+from benchmarks.common.results import make_folder, stoppable, write_whole
 from benchmarks.learning import cluster_runs, report
 
 TAIL = 8192  # bytes at the end of a log in which its last whole line is found
@@ -77,6 +78,7 @@ class Job:
 
     name: str
     arguments: list[str]  # all but the folder of the run
+    title: str = ""  # for the report
     child: processes.Started | None = None
 
 
@@ -186,7 +188,7 @@ def plan(options: Options) -> list[Job]:
             name = f"{env_id}__{script}__{variant}__{seed}".replace("/", "_").replace(":", "_")
             flags = ["--seed", seed, "--env-id", env_id, "--total-timesteps", options.total_timesteps]
             arguments = [*command(script, variant), *flags, *split_flags(options.flags)]
-            jobs.append(Job(name, [str(x) for x in arguments]))
+            jobs.append(Job(name, [str(x) for x in arguments], f"{script}, {env_id}, {variant}, seed {seed}"))
     return jobs
 
 
@@ -246,6 +248,21 @@ def ended(job: Job, options: Options, journal: Journal) -> bool:
     if why is not None:
         tqdm.write(f"failed: {job.name}, {why}; its last lines:\n{indented(job.child.last_lines())}")
     return True
+
+
+def last_error(output: Path) -> str:
+    """The last line of a run's output that names an error or, if none does, the last one."""
+    text = output.read_text(errors="replace") if output.exists() else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"error: |[\w.]*(Error|Exception)\b", line)]
+    return (errors or lines or ["no output"])[-1]
+
+
+def add_failures(page: Path, failed: list[Job], options: Options) -> None:
+    """Add a line for each failed run to a report, which else names those only that have a log."""
+    whys = {line.get("run"): line.get("why", "failed") for line in read_journal(options.out / "journal.jsonl")}
+    lines = [f"{x.title}: {whys[x.name]}; {last_error(options.out / 'output' / f'{x.name}.txt')}" for x in failed]
+    write_whole(page, "\n".join([page.read_text(), *report.listing("Failed runs", lines)]))
 
 
 def indented(text: str) -> str:
@@ -330,11 +347,17 @@ def main(options: Options) -> int:
     with closing(place), stoppable(f"to go on: {to_go_on(options)}"):
         run_all(jobs, place, options, journal)
     failed = [job for job in jobs if journal.states[job.name] == "failed"]
+    page = options.out / "report" / "report.md"
     if len(failed) < len(jobs):
         names = tuple(job.name for job in failed)
-        result = report.write_report([options.out / "runs"], options.out / "report", failed=names)
+        result = report.write_report([options.out / "runs"], page.parent, failed=names)
         print(report.markdown(result))
-        print(f"written to {options.out / 'report'}")
+    else:
+        make_folder(page.parent)
+        write_whole(page, "# Report\n\nNo run has finished.\n")
+    if failed:
+        add_failures(page, failed, options)
+    print(f"written to {page.parent}")
     for job in failed:
         print(f"failed: {job.name}; its output: {options.out / 'output' / job.name}.txt", file=sys.stderr)
     print(f"{len(jobs) - len(failed)} of {len(jobs)} runs finished")
