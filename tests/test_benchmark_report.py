@@ -67,9 +67,13 @@ def test_report_from_end_to_end(folder, tmp_path):
     assert report.verdict(eager) == report.verdict(compiled) == "too few seeds" and "| too few seeds |" in text
     assert compiled["steps_per_second"] == pytest.approx(3000)
     assert report.verdict(other) == "no published score" and other["interval"] is None
-    assert "1 broken lines" in other["notes"][0]
+    assert "1 broken line in" in other["notes"][0]
     assert {x["run"] for x in eager["left_out"]} == {"crashed", "no_episode", "twice"}
-    for line in ("ended after 200,000 of 500,000 steps", "no episode ended", "seed 0 is there twice"):
+    for line in (
+        "ended after 200,000 of 500,000 steps",
+        "no episode ended",
+        "twice: seed 0 with the same settings is in e0",
+    ):
         assert line in text
 
     assert eager["settings"] == {}
@@ -205,7 +209,8 @@ def test_files_that_differ_are_noted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "counts"), [("gamma", "cpu", True), ("cudagraphs", "cpu", False), ("cudagraphs", "cuda", True)]
+    ("name", "device", "counts"),
+    [("log_every", "cpu", True), ("cudagraphs", "cpu", False), ("cudagraphs", "cuda", True)],
 )
 def test_settings_that_differ_are_noted(tmp_path, name, device, counts):
     for seed in (0, 1):
@@ -218,9 +223,8 @@ def test_settings_that_differ_are_noted(tmp_path, name, device, counts):
 def test_runs_of_different_settings_get_no_verdict(tmp_path):
     """Neither beside CleanRL's score nor as one side of a pair, however many there are."""
     for seed in range(6):
-        make_run(
-            tmp_path / f"e{seed}", curve(489 + seed), seed=seed, total=500_000, args={"gamma": 0.5 if seed else 0.99}
-        )
+        args = {"device": "cpu" if seed else "auto"}
+        make_run(tmp_path / f"e{seed}", curve(489 + seed), seed=seed, total=500_000, args=args)
         make_run(tmp_path / f"c{seed}", curve(489 + seed), seed=seed, total=500_000, **COMPILE)
     result = report.write_report([tmp_path], tmp_path / "out")
     assert [report.verdict(row) for row in result["rows"]] == ["settings differ within a row", "no difference seen"]
@@ -280,7 +284,7 @@ def test_longer_runs_count_as_they_were_after_some_steps(tmp_path, capsys):
     resumed = [{"global_step": step, "commit": "c0ffee", "changed": changed} for step, changed in changes]
     make_run(tmp_path / "long", curve(400, total=1_000_000), total=1_000_000, resumed=resumed)
     make_run(tmp_path / "short", curve(480, total=250_000), seed=2, total=250_000, args={"gamma": 0.9})
-    make_run(tmp_path / "crashed", curve(400, total=1_000_000)[:1], seed=3, total=1_000_000)
+    make_run(tmp_path / "crashed", curve(400, total=1_000_000)[:1], seed=3, total=1_000_000, args={"gamma": 0.9})
     (row,) = report.write_report([tmp_path], tmp_path / "out", until=200_000)["rows"]
     assert row["scores"] == [160.0, 480.0] and row["steps"] == 200_000 and "common_steps" not in row
     assert row["notes"][0] == "long: as it was after 200,000 of 900,000 steps"
@@ -394,8 +398,8 @@ def test_a_row_is_of_iqms_and_medians(tmp_path):
         score, end, speed = (9000.0, 2000, 10) if is_odd else (float(seed), 1000, 1000)
         lines = [make_line(step, score, 100, speed) for step in (500, end)]
         make_run(tmp_path / str(seed), lines, seed=seed)
-    ((key, group),) = runs.groups(runs.find_runs([tmp_path])).items()
-    row, _ = report.summarize_group(key, group, {})
+    (group,) = report.groups(runs.find_runs([tmp_path]))
+    row, _ = report.summarize_group(group, {})
     assert (row["iqm"], row["minutes"], row["steps"]) == (3.5, 1 / 60, 1000)
     assert row["mean"] > 1000 and row["steps_per_second"] == pytest.approx(1000)
     assert row["interval"] == report.interval([np.array(row["scores"])], stats.pooled_iqm)

@@ -37,8 +37,8 @@ def shades(variants: list[str]) -> dict[str, tuple]:
     for variant in variants:
         name, _, flags = variant.partition(" ")
         alike.setdefault(name, []).extend([variant] * bool(flags))
-    ranks = {x: i / (len(own) - 1) for own in alike.values() if len(own) > 1 for i, x in enumerate(own)}
-    return {x: plt.colormaps["viridis"](0.85 * rank) for x, rank in ranks.items()}
+    several = list(chain(*(own for own in alike.values() if len(own) > 1)))
+    return {x: plt.colormaps["viridis"](0.85 * (i / (len(several) - 1))) for i, x in enumerate(several)}
 
 
 def label(variant: str) -> str:

@@ -340,6 +340,10 @@ def table(header: list[str], rows: list[list]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in rows]
 
 
+def plural(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
 def estimate(value: float, ends: list[float] | None, form: str = ",.1f") -> str:
     """A value with its interval, where there is one, as a cell of a table."""
     return f"{value:{form}}" + (f" [{ends[0]:{form}}, {ends[1]:{form}}]" if ends else "")

@@ -14,6 +14,8 @@ DONE = 0.99  # share of the budget from which a run counts as complete
 
 
 SIZES = "num_steps", "num_workers", "envs_per_worker", "num_envs", "num_runners", "envs_per_runner"
+USUAL = {"matmul_precision": "highest", "bf16": False, "rollout": "batched", "sync_gradients": True}
+PACE = "num_envs", "gradient_steps"
 
 
 @dataclass(eq=False)
@@ -61,6 +63,11 @@ class Run:
         )
 
     @property
+    def is_known(self) -> bool:
+        """Whether its configuration names a script and an environment."""
+        return "unknown" not in (self.script, self.env_id)
+
+    @property
     def commits(self) -> list[str]:
         """The commit that the run began with and, if it was resumed, those that it continued with."""
         resumed = [x.get("commit") for x in self.config.get("resumed", [])]
@@ -69,8 +76,7 @@ class Run:
     @property
     def variation(self) -> str:
         """The flags by which a run computes in less than float32 precision or collects differently; empty if none."""
-        usual = {"matmul_precision": "highest", "bf16": False, "rollout": "batched", "sync_gradients": True}
-        others = {name: self.args[name] for name in usual if self.args.get(name, usual[name]) != usual[name]}
+        others = {name: self.args[name] for name in USUAL if self.args.get(name, USUAL[name]) != USUAL[name]}
         if others.get("matmul_precision") == "auto" and self.config.get("device", "cpu") == "cpu":
             del others["matmul_precision"]  # there it is as exact as "highest"
         words = {True: "--{}", False: "--no-{}"}
@@ -79,7 +85,7 @@ class Run:
     @property
     def pace(self) -> str:
         """The flags that set the ratio of data collected to updates."""
-        known = {name: self.args.get(name) for name in ("num_envs", "gradient_steps")}
+        known = {name: self.args.get(name) for name in PACE}
         return " ".join(f"--{name.replace('_', '-')} {x}" for name, x in known.items() if x is not None)
 
     @property
@@ -201,10 +207,12 @@ def read_run(folder: Path) -> Run:
         config, problems = {}, ["config.json is broken"]
     lines, broken = read_lines(folder / "metrics.jsonl")
     run = Run(folder, config, lines, problems)
+    if not problems and not run.is_known:
+        problems.append("config.json names no script or no environment")
     if not lines:
         problems.append("no line in metrics.jsonl")
     if broken:
-        problems.append(f"{broken} broken lines in metrics.jsonl")
+        problems.append(f"{broken} broken line{'s' * (broken != 1)} in metrics.jsonl")
     if lines and not len(run.episodes()[0]):
         problems.append("no episode ended")
     if lines and run.budget is not None and not run.is_complete:

@@ -8,4 +8,5 @@
 - `time_to_score`: the command: wall time until a policy is good enough, beside other libraries.
 - `speedrun`: the command: the same for the fastest settings that we know, and the board of records.
 - `report`: the command: table, learning curves and verdicts from run folders.
+  `settings` tells which settings of runs differ, and names rows after them.
 """

@@ -1,8 +1,9 @@
 """A table, learning curves and verdicts from run folders: ./run.sh report RUNS... --out DIR.
 
 Reads only `config.json` and `metrics.jsonl`, so runs from different machines can be combined. A run that did not finish
-is listed, but left out of all means. With --until, longer runs count as they were after so many steps: where nothing
-follows a schedule over a run, as in SAC and TD3, they were then what a shorter run is.
+is listed, but left out of all means. Runs that differ in settings get rows and curves of their own, such as
+"eager --gamma 0.9". With --until, longer runs count as they were after so many steps: where nothing follows a schedule
+over a run, as in SAC and TD3, they were then what a shorter run is.
 
 Measures: nothing; it summarizes final returns, curves and speeds over seeds, with intervals.
 Takes: seconds.
@@ -26,8 +27,9 @@ import tyro
 
 from benchmarks.common import plots, runs, stats
 from benchmarks.common.pairs import TABLE
-from benchmarks.common.programs import ROOT, fail, fields_of, pairs
-from benchmarks.common.results import describe, estimate, provenance, table, write_json, write_whole
+from benchmarks.common.programs import ROOT, fail
+from benchmarks.common.results import describe, estimate, plural, provenance, table, write_json, write_whole
+from benchmarks.learning.settings import Group, a_repeat, changed_settings, groups, in_words, settings
 
 REFERENCE = ROOT / "benchmarks" / "reference" / "scores.csv"
 MIN_SEEDS = 5  # fewest seeds for a verdict: with three, 20 % of intervals would tell equals apart, with five 7 %
@@ -47,7 +49,6 @@ does that. Minutes and seconds: from the first step on, compiling included, impo
 """.strip()
 SAME, TOO_FEW, MIXED = "no difference seen", "too few seeds", "settings differ within a row"
 AGREEMENT = {True: SAME, False: "they differ", None: TOO_FEW}
-OWN = ("env_id", "seed", "run_dir", "resume", "exp_name", "tensorboard", "track", "checkpoint_every")  # not settings
 
 
 @dataclass
@@ -69,25 +70,6 @@ def read_reference() -> dict[tuple[str, str], dict]:
     return scores | {
         (name, env): row for name, other in same for (script, env), row in scores.items() if script == other
     }
-
-
-def settings(run: runs.Run) -> str:
-    """A run's settings, to compare and to show, without those that may differ between the runs of one group."""
-    unused = (*OWN, "cudagraphs") if run.config.get("device", "cpu") == "cpu" else OWN
-    return json.dumps({name: value for name, value in run.args.items() if name not in unused}, sort_keys=True)
-
-
-def changed_settings(run: runs.Run) -> dict:
-    """The settings of a run of one of our scripts that differ from its defaults; its length is told elsewhere."""
-    known = fields_of(run.script) if run.script in pairs() else {}
-    defaults = json.loads(json.dumps({name: field.default for name, field in known.items()}))
-    own = {name: value for name, value in json.loads(settings(run)).items() if name in defaults}
-    return {name: value for name, value in own.items() if value != defaults[name] and name != "total_timesteps"}
-
-
-def in_words(changed: dict) -> str:
-    """What was changed where a run was resumed."""
-    return "with " + ", ".join(f"{name} = {value}" for name, value in changed.items())
 
 
 def published_score(row: dict | None) -> dict | None:
@@ -143,15 +125,22 @@ def interval(strata: list, statistic) -> list[float] | None:
     return [float(end) for end in stats.bootstrap(strata, statistic)]
 
 
-def summarize_group(key: tuple[str, str, str], group: list[runs.Run], reference: dict) -> tuple[dict, list[runs.Run]]:
-    """(row of the table, runs that it is based on) for the runs of one script, environment and variant."""
-    whole = [run for run in group if run.is_complete and not np.isnan(runs.final_return(run))]
+def why_left_out(run: runs.Run) -> dict:
+    """What a report says of a run that is not whole."""
+    return {"run": run.dir.name, "why": "; ".join(run.problems) or "no whole run"}
+
+
+def summarize_group(group: Group, reference: dict) -> tuple[dict, list[runs.Run]]:
+    """(row of the table, runs that it is based on) for the runs of one script, environment, variant and settings."""
+    key, whole = group.key, [run for run in group.runs if run.is_complete and not np.isnan(runs.final_return(run))]
     kept, doubles = runs.one_per_seed(whole)
-    left_out = [(run, "; ".join(run.problems) or "no whole run") for run in group if run not in whole]
-    left_out += [(run, f"seed {run.seed} is there twice") for run in doubles]
+    first = {run.seed: run for run in kept}
     row = dict(zip(("script", "env_id", "variant"), key, strict=True))
-    row["left_out"] = [{"run": run.dir.name, "why": why} for run, why in left_out]
-    row["notes"] = [f"{run.dir.name}: {'; '.join(run.problems)}" for run in kept if run.problems]
+    row |= {"base": group.variant, "differing": group.differing} if group.variant != key[2] else {}
+    row["left_out"] = [why_left_out(run) for run in group.runs if run not in whole]
+    row["left_out"] += [a_repeat(run, first[run.seed]) for run in doubles]
+    row["notes"] = [group.note] * bool(group.note)
+    row["notes"] += [f"{run.dir.name}: {'; '.join(run.problems)}" for run in kept if run.problems]
     files = {run.config["blob"] for run in kept if run.config.get("blob")}
     row["notes"] += [f"these runs are of {len(files)} different files of this name"] * (len(files) > 1)
     if len({settings(run) for run in kept}) > 1:
@@ -188,18 +177,36 @@ def notes_on_episodes(script: str, kept: list[runs.Run]) -> list[str]:
     """What a reader must know of the episodes whose mean return is shown."""
     fewest = min(int(run.episodes()[2].sum()) for run in kept)
     few = f"a run has only {fewest} episodes; its return is their mean, from the first step on"
+    few = "a run has only 1 episode; its return is that of this one" if fewest == 1 else few
     greedy = "returns are those of the environments whose epsilon is below 1 % or the smallest"
     return [few] * (fewest < runs.LAST_EPISODES) + [greedy] * script.startswith("apex")
 
 
-def compare(rows: list[dict]) -> list[dict]:
-    """Eager against compiled, scores and speed, for each script, environment and precision that has both."""
+def partners(rows: list[dict]) -> list[tuple[dict, dict]]:
+    """(eager, compiled) for each script, environment, precision and settings that have both.
+
+    If neither of two has a partner with its settings, they are partners nonetheless.
+    """
     found = []
     for eager, compiled in product(rows, rows):
-        (ours, flags), (theirs, their_flags) = (row["variant"].partition(" ")[::2] for row in (eager, compiled))
+        (ours, flags), (theirs, their_flags) = (base_of(row).partition(" ")[::2] for row in (eager, compiled))
         is_pair = ours in EAGER and theirs in COMPILED and flags == their_flags and eager["seeds"] and compiled["seeds"]
-        if not is_pair or any(eager[name] != compiled[name] for name in ("script", "env_id")):
-            continue
+        if is_pair and all(eager[name] == compiled[name] for name in ("script", "env_id")):
+            found.append((eager, compiled))
+    alike = [x for x in found if x[0].get("differing") == x[1].get("differing")]
+    taken = {id(row) for pair in alike for row in pair}
+    return [x for x in found if x in alike or not taken & set(map(id, x))]
+
+
+def base_of(row: dict) -> str:
+    """The variant of a row, without the settings in which it differs from others."""
+    return row.get("base", row["variant"])
+
+
+def compare(rows: list[dict]) -> list[dict]:
+    """Eager against compiled, scores and speed, for each script, environment, precision and settings with both."""
+    found = []
+    for eager, compiled in partners(rows):
         # If budgets differ, more steps could be mistaken for a difference between the variants
         lengths = sorted((eager["steps"], compiled["steps"]))
         differ = lengths[0] < SAME_BUDGET * lengths[1]
@@ -299,7 +306,7 @@ def draw_panel(axis, members: dict[str, list[runs.Run]], position: str, publishe
         band = None  # of few seeds, as in the tables: what would be called 95 % holds the truth in 51 to 86 %
         if len(kept) >= MIN_SEEDS and known.any():
             band = stats.bootstrap([curves[:, known]])
-        name = f"{plots.label(variant)} ({len(kept)} seeds)" if len(kept) > 1 else f"{plots.label(variant)} (1 seed)"
+        name = f"{plots.label(variant)} ({plural(len(kept), 'seed')})"
         plots.draw_curve(axis, edges[1:][known], stats.iqm(curves)[known], variant, name, band, colours.get(variant))
     longest = max(run.steps for kept in members.values() for run in kept)
     if published and is_same_budget(longest, published):
@@ -341,6 +348,11 @@ def unpack_curves(content: bytes) -> dict[tuple[str, str], dict[str, list[runs.R
     return panels
 
 
+def with_std(scores: dict, count: int) -> str:
+    """A mean and its standard deviation, which one score does not have."""
+    return f"{scores['mean']:,.1f}" + f" ± {scores['std']:,.1f}" * (count > 1)
+
+
 def score_cells(row: dict) -> list[str]:
     """A row of the table of scores."""
     start = [row["script"], row["env_id"], row["variant"], len(row["seeds"])]
@@ -348,8 +360,8 @@ def score_cells(row: dict) -> list[str]:
         return [*start, *["-"] * 7]
     published, theirs = published_for(row), "-"
     if published:
-        theirs = f"{published['mean']:,.1f} ± {published['std']:,.1f} ({published['seeds']} seeds)"
-    ours = [f"{row['steps']:,}", estimate(row["iqm"], row["interval"]), f"{row['mean']:,.1f} ± {row['std']:,.1f}"]
+        theirs = f"{with_std(published, published['seeds'])} ({plural(published['seeds'], 'seed')})"
+    ours = [f"{row['steps']:,}", estimate(row["iqm"], row["interval"]), with_std(row, len(row["seeds"]))]
     return [*start, *ours, theirs, verdict(row), f"{row['steps_per_second']:,.0f}", f"{row['minutes']:.1f}"]
 
 
@@ -411,7 +423,9 @@ def markdown(report: dict, by_seconds: bool = True) -> str:
         lines += ["## At the same number of steps", "", "Each run as it was when the shortest one ended.", ""]
         lines += [*table(header, cells), ""]
     lines += milestone_tables(rows, by_seconds=by_seconds)
-    lines += listing("Left out", [f"{row['script']}, {x['run']}: {x['why']}" for row in rows for x in row["left_out"]])
+    left_out = [f"{x['run']}: {x['why']}" for x in report.get("left_out", ())]
+    left_out += [f"{row['script']}, {x['run']}: {x['why']}" for row in rows for x in row["left_out"]]
+    lines += listing("Left out", left_out)
     names = [(f"{row['script']}, {row['env_id']}, {row['variant']}", row["notes"]) for row in rows]
     lines += listing("Notes", [f"{name}: {note}" for name, notes in names for note in notes])
     return "\n".join([*lines, f"Reported {describe(report['provenance'])}", ""])
@@ -429,12 +443,15 @@ def write_report(folders: list[Path], out: Path, until: int | None = None, faile
         run.failed, run.problems = True, [*run.problems, "it failed"]
     if not found:
         fail(f"no runs in {', '.join(map(str, folders))}")
+    unread = [why_left_out(run) for run in found if not run.is_known]
+    if len(unread) == len(found):
+        fail(f"no run that can be read: {'; '.join(': '.join(x.values()) for x in unread)}")
     reference, rows, panels = read_reference(), [], {}
-    for key, group in runs.groups(found).items():
-        row, kept = summarize_group(key, group, reference)
+    for group in groups([run for run in found if run.is_known]):
+        row, kept = summarize_group(group, reference)
         rows.append(row)
         if kept:
-            panels.setdefault(key[:2], {})[key[2]] = kept
+            panels.setdefault(group.key[:2], {})[group.key[2]] = kept
     thinned = {
         key: {variant: [runs.thin(run, LINES) for run in kept] for variant, kept in members.items()}
         for key, members in panels.items()
@@ -442,6 +459,7 @@ def write_report(folders: list[Path], out: Path, until: int | None = None, faile
     add_common_scores(rows, panels)
     add_milestones(rows, thinned)  # as from the curves that are kept
     report = {"provenance": provenance(), "rows": rows, "pairs": compare(rows)}
+    report |= {"left_out": unread} if unread else {}
     refuse_fewer_runs(out / "report.json", rows)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -464,17 +482,19 @@ def refuse_fewer_runs(path: Path, rows: list[dict]) -> None:
     known, counts, longest = Counter(), Counter(), Counter()
     for found, own in ((known, old), (counts, rows)):
         for row in own:
-            found[row["script"], row["env_id"], row["variant"]] += len(row["seeds"])
+            for variant in {base_of(row), row["variant"]}:  # a row is renamed when another setting joins it
+                found[row["script"], row["env_id"], variant] += len(row["seeds"])
     for row in rows:
-        key = row["script"], row["env_id"], row["variant"]
+        key = row["script"], row["env_id"], base_of(row)
         longest[key] = max(longest[key], row.get("steps", 0))
+    bases = {(row["script"], row["env_id"], base_of(row)) for row in old}
     more = [
-        f"{n} runs of {script} on {env_id} ({variant}), yours {counts[script, env_id, variant]}"
-        for (script, env_id, variant), n in known.items()
-        if n > counts[script, env_id, variant]
+        f"{plural(n, 'run')} of {key[0]} on {key[1]} ({key[2]}), yours {counts[key]}"
+        for key, n in known.items()
+        if n > counts[key] and (key in bases or key in counts)
     ]
     for row in old:
-        key = row["script"], row["env_id"], row["variant"]
+        key = row["script"], row["env_id"], base_of(row)
         if row.get("steps", 0) > 1.1 * longest[key] > 0:
             more.append(f"runs of {row['steps']:,} steps of {key[0]} on {key[1]} ({key[2]}), yours {longest[key]:,}")
     if more:

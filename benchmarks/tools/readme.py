@@ -19,7 +19,7 @@ from benchmarks.acting import inference, rollout
 from benchmarks.common import plots, stats
 from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import CLONES, ROOT, SCRIPTS, SUFFIX, fail
-from benchmarks.common.results import commit_of, estimate, machine_of, table
+from benchmarks.common.results import commit_of, estimate, machine_of, plural, table
 from benchmarks.learning import report, speedrun, time_to_score, tune
 from benchmarks.pools import env_pools, scaling
 from benchmarks.pools.env_pools import milliseconds, named
@@ -420,10 +420,6 @@ def rollout_section() -> list[str]:
         `torch.compile` (inductor), and those of the table above. [With latencies and compile
         times](benchmarks/results/rollout/rollout.md).""")
     return [*lines, *sources([result]), ""]
-
-
-def plural(number: int, noun: str) -> str:
-    return f"{number} {noun}" + "s" * (number != 1)
 
 
 def score_of(row: dict) -> str:
