@@ -70,6 +70,18 @@ def test_plays_whole_episodes_and_prints_mean_and_deviation(run_dir):
     )
 
 
+def test_one_episode_has_no_deviation(run_dir, tmp_path, capsys, monkeypatch):
+    """Neither in what is printed nor in the legend of the curve."""
+    evaluate.evaluate(evaluate.Options(run_dir, episodes=1))
+    assert re.match(r"CartPole-v1: return [\d.]+ \(1 episode, deterministic policy, ", capsys.readouterr().out)
+    names, draw = [], follow.plots.draw_curve
+    monkeypatch.setattr(follow.plots, "draw_curve", lambda *words: names.append(words[4]) or draw(*words))
+    for episodes in (1, 2):
+        line = {"global_step": 1, "mean_return": 1.0, "std_return": 0.0, "episodes": episodes}
+        follow.draw([line], "", tmp_path / "evaluation.png")
+    assert names == [f"deterministic policy, {x}" for x in ("1 episode", "mean ± standard deviation of 2 episodes")]
+
+
 def test_is_repeatable_and_follows_its_seed(run_dir):
     first, second, other = (evaluate.evaluate(evaluate.Options(run_dir, episodes=8, seed=seed)) for seed in (0, 0, 1))
     assert first == second != other

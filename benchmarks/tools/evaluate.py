@@ -115,9 +115,10 @@ def evaluate(options: Options) -> list[float]:
             fail(f"can't film {args.env_id}: {type(error).__name__}: {error}")
         if options.video is not None:
             options.video.write_bytes(next(Path(folder).rglob("*.mp4")).read_bytes())
+    several = f" ± {np.std(returns):.1f} (mean ± standard deviation of {len(returns)} episodes, "
     print(
-        f"{args.env_id}: return {np.mean(returns):.1f} ± {np.std(returns):.1f} (mean ± standard deviation of "
-        f"{len(returns)} episodes, deterministic policy, checkpoint of step {checkpoint['global_step']:,})"
+        f"{args.env_id}: return {np.mean(returns):.1f}{several if len(returns) > 1 else ' (1 episode, '}"
+        f"deterministic policy, checkpoint of step {checkpoint['global_step']:,})"
     )
     if options.video is not None:
         print(f"video of the first episode: {options.video}")

@@ -39,7 +39,9 @@ def draw(lines: list[dict], title: str, path: Path) -> None:
     """Mean return over the steps of the checkpoints, and a standard deviation around it."""
     steps, mean, std = (np.array([x[key] for x in lines]) for key in ("global_step", "mean_return", "std_return"))
     with plots.figure(path, size=(6.4, 4)) as axes:
-        name = f"deterministic policy, mean ± standard deviation of {lines[-1]['episodes']} episodes"
+        count = lines[-1]["episodes"]
+        of = f"mean ± standard deviation of {count} episodes" if count > 1 else "1 episode"
+        name = f"deterministic policy, {of}"
         plots.draw_curve(axes[0, 0], steps, mean, "eager", name, (mean - std, mean + std))
         axes[0, 0].scatter(steps, mean, color=plots.colour("eager"), s=12)
         plots.describe_axis(axes[0, 0], title, "environment steps", "return")
@@ -86,7 +88,8 @@ def follow(folder: Path, script: Path | None, episodes: int, seed: int) -> None:
             with log.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             draw(lines, title, folder / "evaluation.png")
-            print(f"step {line['global_step']:,}: {line['mean_return']:.1f} ± {line['std_return']:.1f}", flush=True)
+            several = f" ± {line['std_return']:.1f}" * (episodes > 1)
+            print(f"step {line['global_step']:,}: {line['mean_return']:.1f}{several}", flush=True)
         elif not has_ended:
             time.sleep(LOOK_EVERY)
     if not lines:
