@@ -245,6 +245,24 @@ def test_curves_of_several_settings_have_colours_of_their_own():
     assert plots.shades([names[0], *names[2:]]).keys() == set(names[2:])
 
 
+@pytest.mark.parametrize(("count", "named"), [(8, range(8)), (40, (0, 39))])
+def test_a_legend_has_room(make, tmp_path, monkeypatch, count, named):
+    """Of many settings it has the first and the last; long names are wrapped."""
+    found, legend = [], plots.legend
+
+    def watched(axis, curves: int) -> None:
+        legend(axis, curves)
+        found.append([text.get_text() for text in axis.get_legend().get_texts()])
+
+    monkeypatch.setattr(plots, "legend", watched)
+    for i in range(count):
+        make(f"{i}", gamma=0.5 + i / 100, clip_coef=0.1, env_kwargs=f'{{"a name of some length": {i}}}')
+    reported(tmp_path)
+    names = [f"eager --gamma {0.5 + i / 100} --env-kwargs" for i in named]
+    assert [text.partition(" '")[0] for text in found[0]] == names
+    assert all("\n" in text and max(map(len, text.splitlines())) <= 60 for text in found[0])
+
+
 @pytest.mark.slow
 def test_two_settings_are_compared_from_the_command_line(make, tmp_path):
     make("ga", 23.0, gamma=0.9)

@@ -20,6 +20,7 @@ COLOURS = {
 }  # fmt: skip
 LABELS = {"leanrl": "LeanRL", "sb3": "SB3", "sbx": "SBX", "lean": "compile script, uncompiled"}
 LABELS |= {"rllib": "RLlib", "cleanrl": "CleanRL"}
+MOST_NAMED = 8  # curves of which a legend has all names
 STYLE = {
     "font.size": 10, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
     "grid.alpha": 0.25, "grid.linewidth": 0.6, "axes.axisbelow": True, "lines.linewidth": 1.6, "legend.frameon": False,
@@ -67,6 +68,18 @@ def grid(path: Path, count: int, size: tuple[float, float] = (5.2, 3.4)) -> Iter
         for axis in axes.flat[count:]:
             axis.set_visible(False)
         yield list(axes.flat[:count])
+
+
+def legend(axis, curves: int) -> None:
+    """A legend of so many curves, and of any lines behind them; if they are many, of the first and the last curve."""
+    handles, names = axis.get_legend_handles_labels()
+    names = [textwrap.fill(name, 60, break_long_words=False, break_on_hyphens=False) for name in names]
+    if curves <= MOST_NAMED:
+        axis.legend(handles, names)
+        return
+    ends = [0, *range(curves - 1, len(names))]
+    title = f"{curves} curves in the order of the table, from and to"
+    axis.legend([handles[i] for i in ends], [names[i] for i in ends], title=title)
 
 
 def describe_axis(axis, title: str, x: str, y: str) -> None:

@@ -311,7 +311,6 @@ def draw_panel(axis, members: dict[str, list[runs.Run]], position: str, publishe
     longest = max(run.steps for kept in members.values() for run in kept)
     if published and is_same_budget(longest, published):
         axis.axhline(published["mean"], color="#777777", linestyle="--", linewidth=1, label="CleanRL's score")
-    axis.legend()
 
 
 def draw_curves(panels: dict[tuple[str, str], dict[str, list[runs.Run]]], reference: dict, path: Path) -> None:
@@ -320,6 +319,7 @@ def draw_curves(panels: dict[tuple[str, str], dict[str, list[runs.Run]]], refere
         for panel_row, (key, members) in zip(axes, panels.items(), strict=True):
             for axis, (position, x) in zip(panel_row, AXES.items(), strict=True):
                 draw_panel(axis, members, position, published_score(reference.get(key)))
+                plots.legend(axis, len(members))
                 plots.describe_axis(axis, f"{key[0]} on {key[1]}", x, "episode return")
 
 
