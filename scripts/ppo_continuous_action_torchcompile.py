@@ -1038,7 +1038,8 @@ def choose_backend(env_id: str, backend: str, in_process: bool) -> str:
         known += ids
     name = env_id.removeprefix("ALE/").replace("NoFrameskip-v4", "-v5")  # what others call EnvPool's Atari games
     near = dict.fromkeys(difflib.get_close_matches(name, known))
-    fail(f"no environment {env_id} in {' or '.join(libraries)}" + bool(near) * f"; close to it: {', '.join(near)}")
+    hints = [f"close to it: {', '.join(near)}"] * bool(near) + [f"your own: MODULE:{env_id}"] * (":" not in env_id)
+    fail("; ".join([f"no environment {env_id} in {' or '.join(libraries)}", *hints]))
 
 
 def runs_in_process(args: Args, num_envs: int) -> bool:
@@ -1509,9 +1510,8 @@ def typed_flags() -> list[str]:
     instead["--capture-video"] = "./run.sh evaluate RUN_DIR --video FILE.mp4"
     instead |= dict.fromkeys(("--save-model", "--upload-model", "--hf-entity"), "each run leaves checkpoint.pt")
     flags = [word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in words]
-    for flag in flags:
-        if flag in instead:
-            fail(f"{flag} is a flag of CleanRL's; here {instead[flag]}")
+    if found := [flag for flag in flags if flag in instead]:
+        fail("flags of CleanRL's: " + "; ".join(f"{flag}, here {instead[flag]}" for flag in found))
     if flags.count("--override") > 1:  # the parser would keep the last one only
         fail("--override is given twice: name all settings after one, as in --override NAME=VALUE NAME=VALUE")
     return words
@@ -1523,6 +1523,8 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
         if args.override:
             fail("--override changes settings of a resumed run; it needs --resume RUN")
         return args, {}
+    if not Path(args.resume, "checkpoint.pt").exists():
+        fail(f"can't resume {args.resume}: there is no checkpoint.pt; name the folder of a run")
     try:
         # Memory-mapped: a replay buffer is copied from the file directly to its place
         checkpoint = torch.load(Path(args.resume, "checkpoint.pt"), map_location="cpu", weights_only=True, mmap=True)
@@ -1554,8 +1556,10 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
 def overridden(saved: Args, changes: tuple[str, ...]) -> Args:
     """The settings of a run with NAME=VALUE changed; SystemExit(2) where that can't be done within a run."""
     for change in changes:
-        name, _, value = change.partition("=")
+        name, equals, value = change.partition("=")
         name = name.replace("-", "_")
+        if not equals:
+            fail(f"--override {change}: write NAME=VALUE")
         if name not in CHANGEABLE:
             why = "can't change in a run" if hasattr(saved, name) else "is unknown"
             fail(f"--override {change}: {name} {why}; it may change {', '.join(CHANGEABLE)}")

@@ -59,11 +59,11 @@ RATIOS = {  # what the README says, and which ratio of which result that is
     r"which SB3 lacks, SAC has ([\d.]+) times": (f"{ZEN_4}/sac_continuous_action_bf16", "compile", "sb3"),
     r"times SB3's speed, TD3 ([\d.]+), Atari": (f"{ZEN_4}/td3_continuous_action_bf16", "compile", "sb3"),
     r"times SB3's speed, TD3 [\d.]+, Atari ([\d.]+)\.": (f"{ZEN_4}/ppo_atari_envpool_bf16", "compile", "sb3"),
-    r"\(mean of rounds\); TD3, Zen 3: ([\d.]+)\.": ("ladder/td3_continuous_action", "9", "0"),
+    r"times; TD3 on a Zen 3: ([\d.]+)\.": ("ladder/td3_continuous_action", "9", "0"),
     r"eager `ppo_ray` is ([\d.]+) times": (f"{EPYC}/ppo_ray", "eager", "rllib"),
     r"\(HalfCheetah: ([\d.]+)\)": (f"{EPYC}/ppo_ray_{HALF_CHEETAH}", "eager", "rllib"),
-    r"--batch-updates 1` (\d+) to \d+\.": (f"{ZEN_4}/impala_ray_{RUNNERS.format(16)}", "eager", "rllib"),
-    r"--batch-updates 1` \d+ to (\d+)\.": (f"{ZEN_4}/impala_ray_{RUNNERS.format(4)}", "eager", "rllib"),
+    r"--batch-updates 1` (\d+) to \d+ times": (f"{ZEN_4}/impala_ray_{RUNNERS.format(16)}", "eager", "rllib"),
+    r"--batch-updates 1` \d+ to (\d+) times": (f"{ZEN_4}/impala_ray_{RUNNERS.format(4)}", "eager", "rllib"),
 }
 
 
@@ -95,7 +95,7 @@ def test_figures_of_the_readme_are_those_of_the_results():
     assert said == [tuple(f"{time_to_score.summarize(times[name])['each']:.0f}" for name in names)]
     tasks = [json.loads(path.read_text())["contestants"] for path in readme.RESULTS.glob("time_to_score/*.json")]
     cold = [time_to_score.beside(x["compile (cold)"], x["sb3"])[0] for x in tasks]
-    assert f"{min(cold):.1f} (PPO, Acrobot) to {max(cold):.1f} times as soon as SB3" in text and len(cold) == 9
+    assert f"{min(cold):.1f} (PPO, Acrobot) to {max(cold):.1f} times as fast as SB3" in text and len(cold) == 9
     sbx = [time_to_score.beside(x["compile (cold)"], x["sbx"]) for x in tasks if "sbx" in x]
     assert sum(low < 1 for _, (low, _) in sbx) == 3 and len(sbx) == 6, "level or ahead on 3 tasks of 6"
     ladder = re.search(r"\| a plain loop \|.*?\*\*To change a pair", text)[0]
@@ -488,4 +488,4 @@ def test_lengths_of_scripts_in_the_readme_are_theirs():
     (said,) = re.findall(r"in (\d+) to (\d+) lines: .* Below are (\d+) to ([\d,]+) lines of plumbing", text)
     assert [int(x.replace(",", "")) for x in said] == [*least, *most]
     more = [below - parts[name.removesuffix("_torchcompile")][1] for name, (_, below) in parts.items() if "_t" in name]
-    assert "compiled files add 300 to 400, mostly checks" in text and all(280 < x < 400 for x in more)
+    assert "compiled files add 350 to 430, mostly checks" in text and all(350 <= x <= 430 for x in more)

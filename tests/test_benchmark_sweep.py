@@ -169,7 +169,7 @@ def test_bad_input(options, message, tmp_path, capsys):
         ({"flags": "--bogus 1"}, "ppo: Unrecognized options: --bogus, 1\n"),
         ({"flags": "--gama 0.9"}, "ppo: Unrecognized options: --gama, 0.9; did you mean --gamma?\n"),
         ({"flags": "--gamma x"}, "ppo: Error parsing --gamma: could not convert string to float: 'x'"),
-        ({"flags": "--capture-video"}, "ppo: --capture-video is a flag of CleanRL's; here ./run.sh evaluate"),
+        ({"flags": "--capture-video"}, "ppo: flags of CleanRL's: --capture-video, here ./run.sh evaluate"),
         ({"flags": "--gamma 2"}, "ppo: --gamma must be at least 0 and at most 1, not 2.0"),
         ({"env_ids": ("CartPole-v1", "HalfCheetah-v4")}, "ppo takes Discrete actions, HalfCheetah-v4 has Box("),
         ({"env_ids": ("FrozenLake-v1", "Pendulum-v1")}, "ppo takes Discrete actions, Pendulum-v1 has Box("),
