@@ -860,7 +860,9 @@ def tensors_only(function):
             place = [": ".join(map(str.strip, lines[i : i + 2])) for i in own[-1:]]
             cause = [line.partition("): got ")[2] for line in lines if "): got " in line][:1]
             hints = ["use `Adam` instead of an optimizer of torch.optim"] * ("`Optimizer." in str(error))
-            hints += ["draw random numbers by PyTorch"] * ("guard on data-dependent" in reason)
+            draws = any("random" in line for line in place)
+            hints += ["draw random numbers by PyTorch"] * draws
+            hints += ["`torch.where` decides by a tensor"] * ("guard on data-dependent" in reason and not draws)
             hints += ["--no-compile does without"]
             fail(f"this can't be compiled: {'; '.join([reason, *cause, *place, *hints])}")
 
@@ -880,6 +882,8 @@ def check_equal(names: list[str], first: list, now: list) -> None:
     """SystemExit(2) naming the first number that changed, object that was replaced, or generator of numbers."""
     generators = random.Random | np.random.Generator | np.random.RandomState | np.ndarray
     for name, old, new in zip(names, first, now, strict=True):
+        if "_modules['" in name:  # as one writes it
+            name = name.replace("_modules['", "").replace("_parameters['", "").replace("']", "")
         if hasattr(old, "__next__") or isinstance(old, generators):
             root, is_part, _ = name.partition(".")
             hint = f"; if it needs a constant of `{root}`, read that before, into a variable" * bool(is_part)

@@ -2924,6 +2924,25 @@ def test_a_tensor_handed_over_by_name_is_refused(copy, train_copy, capsys):
     assert end.value.code == 2 and "not `scale=...`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("factor", "hint"),
+    [("random.random()", "draw random numbers by PyTorch"), ("(2 if loss.item() > 1 else 1)", "`torch.where` decides")],
+)
+def test_what_can_not_be_compiled_says_what_to_write(copy, train_copy, capsys, factor, hint):
+    line = "        optimizer.step(clip("
+    with pytest.raises(SystemExit) as end:
+        module = copy("ppo_torchcompile", (line, f"        loss = loss * {factor}\n{line}"))
+        train_copy(module, "ppo_torchcompile", compile=True)
+    assert end.value.code == 2 and hint in capsys.readouterr().err
+
+
+def test_a_layer_is_named_as_one_writes_it(copy, train_copy, capsys):
+    with pytest.raises(SystemExit):
+        module = copy("ppo_torchcompile", in_the_loop("agent.actor[0].train(iteration < 2)"))
+        train_copy(module, "ppo_torchcompile", compile=False)
+    assert "`agent.actor.0.training` was True" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_code_checks_itself(capsys, name):
     """Within a function that is checked, too: what changes from one of its calls to the next is back at its end."""
