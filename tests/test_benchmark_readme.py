@@ -488,4 +488,4 @@ def test_lengths_of_scripts_in_the_readme_are_theirs():
     (said,) = re.findall(r"in (\d+) to (\d+) lines: .* Below are (\d+) to ([\d,]+) lines of plumbing", text)
     assert [int(x.replace(",", "")) for x in said] == [*least, *most]
     more = [below - parts[name.removesuffix("_torchcompile")][1] for name, (_, below) in parts.items() if "_t" in name]
-    assert "compiled files add 350 to 430, mostly checks" in text and all(350 <= x <= 430 for x in more)
+    assert "compiled files add 350 to 440, mostly checks" in text and all(350 <= x <= 440 for x in more)
