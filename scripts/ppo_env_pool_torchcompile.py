@@ -1208,7 +1208,7 @@ def become_worker(seed: int) -> None:
 def check_shape(obs, rows: np.ndarray) -> None:
     """Raise a ValueError unless an observation has the shape of its row: a single number would fill a whole row."""
     if np.shape(obs) != rows.shape[1:]:
-        raise ValueError(f"an observation of shape {np.shape(obs)}, by a space of shape {rows.shape[1:]}")
+        raise ValueError(f"observation has shape {np.shape(obs)}, its space has {rows.shape[1:]}")
 
 
 def serve(env_fns: list, connection: Connection, first: int, seeds: list[int]) -> None:

@@ -209,8 +209,7 @@ def train(args: Args) -> Path:
         print("note: --alpha is for --no-autotune; a temperature that is tuned starts at 1", file=sys.stderr)
     if args.buffer_size < args.num_envs:
         fail(f"--buffer-size {args.buffer_size} must be at least --num-envs, {args.num_envs}")
-    most = torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else 4  # more do not speed this up
-    torch.set_num_threads(min(num_cores(), most))
+    use_threads(most=4)  # more do not speed this up
     torch.set_flush_denormal(True)  # denormal moments of Adam slow a CPU down; threads started later inherit this
     set_matmul_precision(args.matmul_precision, device, args.bf16)
 
@@ -1046,6 +1045,16 @@ def num_cores() -> int:
         microseconds, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
         cores = min(cores, math.ceil(microseconds / period))
     return cores
+
+
+def use_threads(most: int) -> None:
+    """Give PyTorch a thread for each core, at most so many, or OMP_NUM_THREADS; a note if other programs run there."""
+    cores, load = num_cores(), os.getloadavg()[0]  # the latter of the whole machine
+    threads = min(cores, torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else most)
+    torch.set_num_threads(threads)
+    if threads > 1 and load > cores - threads + 1 and cores == os.cpu_count():
+        hint = "if it stays busy, OMP_NUM_THREADS=1 is faster: threads wait for each other"
+        print(f"note: {load:.1f} programs ran on {cores} cores in the last minute; {hint}", file=sys.stderr)
 
 
 def choose_backend(env_id: str, backend: str, in_process: bool) -> str:

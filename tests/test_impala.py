@@ -657,7 +657,7 @@ def test_a_learner_that_cannot_take_a_number_tells_the_others(name):
     learner = object.__new__(load(name).RemoteLearner)
     learner.optimizer = SimpleNamespace(scale=torch.zeros(2))
     with mock.patch("torch.distributed.destroy_process_group") as destroy, pytest.raises(RuntimeError):
-        learner.learn({"scale": torch.zeros(3)}, [])
+        learner.learn({"scale": torch.zeros(3), "frozen": {}}, [])
     assert destroy.called
 
 

@@ -698,7 +698,9 @@ def test_a_process_gets_back_what_a_run_has_set_for_all_of_it(tmp_path, monkeypa
     """In a notebook, the next run computes as if it were the first; SAC takes as many threads as it was given."""
 
     def found() -> tuple:
-        return torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        tiny = torch.tensor(1e-310, dtype=torch.float64)
+        own = bool((tiny * 1).item()), torch.backends.cudnn.allow_tf32
+        return torch.get_num_threads(), torch.get_float32_matmul_precision(), *own
 
     before = found()
     monkeypatch.setattr(load(name), "num_cores", lambda: 2)  # SAC and TD3 take as many threads, DQN one
@@ -706,15 +708,32 @@ def test_a_process_gets_back_what_a_run_has_set_for_all_of_it(tmp_path, monkeypa
         torch.set_num_threads(3)
         torch.set_float32_matmul_precision("medium")
         torch.backends.cudnn.allow_tf32 = False
+        torch.set_flush_denormal(False)
         overrides = {} if name == "dqn" else {"matmul_precision": "high"}
         overrides |= {"compile": False} if "torchcompile" in name else {}
         settings = helpers.settings_of(name.removesuffix("_torchcompile"), overrides)
         load(name).train(load(name).Args(**settings, device="cpu", tensorboard=False, run_dir=str(tmp_path / "run")))
-        assert found() == (3, "medium", False)
+        assert found() == (3, "medium", True, False)
     finally:
         torch.set_num_threads(before[0])
         torch.set_float32_matmul_precision(before[1])
-        torch.backends.cudnn.allow_tf32 = before[2]
+        torch.backends.cudnn.allow_tf32 = before[3]
+
+
+@pytest.mark.parametrize(
+    ("load_of", "cores", "noted"), [(3.5, 2, True), (0.9, 2, False), (3.5, 1, False), (9, 16, False)]
+)
+def test_threads_that_would_wait_for_each_other_are_noted(monkeypatch, capsys, load_of, cores, noted):
+    script = load("td3_continuous_action")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(script, "num_cores", lambda: cores)
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr("os.getloadavg", lambda: (load_of, 0, 0))
+    with mock.patch("torch.set_num_threads"):
+        script.use_threads(most=4)
+        monkeypatch.setattr("os.cpu_count", lambda: 64)  # a container on a busy machine
+        script.use_threads(most=4)
+    assert capsys.readouterr().err.count("OMP_NUM_THREADS=1 is faster") == noted
 
 
 def test_a_rounded_layer_needs_no_bias():

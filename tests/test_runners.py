@@ -519,7 +519,7 @@ def test_other_learners_get_what_the_loop_changes_and_fragments_of_their_own(nam
     script, seen, net = load(name), [], torch.nn.Linear(1, 1)
     learners, optimizer = object.__new__(script.OtherLearners), script.Adam(net, 0.5)
     optimizer.ent_coef, optimizer.eps = torch.tensor(0.25), 0.125
-    learners.results, learners.actors = [], [mock.Mock() for _ in range(3)]
+    learners.results, learners.frozen, learners.actors = [], {}, [mock.Mock() for _ in range(3)]
     learners.update(optimizer, list("abcdef"))
     messages = [x.learn.remote.call_args.args for x in learners.actors]
     assert [share for _, share in messages] == [["a", "b"], ["c", "d"], ["e", "f"]]
