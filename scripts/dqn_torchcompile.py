@@ -520,7 +520,7 @@ def with_own_code(function):
         def function(*inputs: Tensor):
             return decorated(*inputs)
 
-        function.__name__, function.unwrapped = decorated.__name__, decorated
+        function.__name__, function.unwrapped = decorated.__name__, (function, decorated)
     function.__code__ = function.__code__.replace(co_varnames=function.__code__.co_varnames)
     return function
 
@@ -608,13 +608,12 @@ READ_UNNAMED = {"training", "requires_grad", "forward", "backward", "setup_conte
 def wrapped_by(value):
     """What a wrapper of this file or of a library wraps, or None; one of your own may read numbers itself."""
     attributes = getattr(value, "__dict__", {})
-    return attributes.get("unwrapped", None if is_own(value) else attributes.get("__wrapped__"))
+    marked, inner = attributes.get("unwrapped", (None, None))  # by this file, unless `functools.wraps` has copied it
+    return inner if marked is value else None if is_own(value) else attributes.get("__wrapped__")
 
 
 def occurs(name: str, names: set) -> bool:
-    """Whether some code names this attribute, or the container of this entry; so does each variable's own name."""
-    while name.endswith("]"):
-        name = name[: name.rindex("[")]
+    """Whether some code names this attribute, or it is a variable."""
     _, dot, end = name.rpartition(".")
     return not dot or end[:2] == "__" or end in names or any(x[1:] in end for x in names if x[:1] == "*")
 
@@ -627,7 +626,7 @@ def attributes_read(variable: str, value, codes: list) -> set:
     for i, step in enumerate(steps[1:]):
         if steps[i].opname == "LOAD_DEREF" and steps[i].argval == variable:
             reads.add(step.argval if step.opname in ("LOAD_ATTR", "LOAD_METHOD") else None)
-    own = {} if isinstance(value, nn.Module) else getattr(value, "__dict__", {})
+    own = {} if isinstance(value, nn.Module | type) else getattr(value, "__dict__", {})
     return reads if all(x in own and not callable(own[x]) for x in reads) else set()
 
 
@@ -673,7 +672,8 @@ def readings(name: str, value, seen: set, names: set):
         keys = [key for key in ("__defaults__", "__kwdefaults__") if getattr(value, key)]
         parts |= {f"{value.__name__}[{key}]": (getattr, value, key) for key in keys}
         parts |= {f"{value.__name__}.{key}": (dict.get, vars(value), key) for key in vars(value)}
-        parts |= {key: (dict.get, value.__globals__, key) for key in value.__globals__.keys() & names}
+        others = value.__globals__.keys() & names - parts.keys()
+        parts |= {key: (dict.get, value.__globals__, key) for key in others}
         is_read = "." not in name or f"={name.rpartition('.')[2]}" in names
         parts |= {"self": (getattr, value, "__self__")} if hasattr(value, "__self__") and is_read else {}
     elif is_module:  # modules may refer to each other
@@ -683,20 +683,24 @@ def readings(name: str, value, seen: set, names: set):
         parts = {f"{name}[{key}]": (getattr, value, key) for key in ("func", "args", "keywords")}
     elif isinstance(value, dict | list | tuple | deque | set):
         keys = value if isinstance(value, dict) else () if isinstance(value, set) else range(len(value))
+        owner, _, end = name.rpartition(".")
+        is_fixed = end in ("_modules", "_parameters", "_buffers")  # a layer is called by its place, as one writes it
         what = "entries" if isinstance(value, set) else "length"
-        is_fixed = name.endswith(("._modules", "._parameters", "._buffers"))
         parts = {} if is_fixed else {f"the {what} of {name}": (length, value, None)}
-        parts |= {f"{name}[{key!r}]": (type(value).__getitem__, value, key) for key in keys}
+        names_of = {key: f"{owner}.{key}" if is_fixed else f"{name}[{key!r}]" for key in keys}
+        parts |= {names_of[key]: (type(value).__getitem__, value, key) for key in keys}
     else:
         parts = attributes_of(name, value)
         kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
+        plain = {"builtins", "abc", "typing", "types", "argparse"}  # namespaces, too
         # What is derived from a library's class, that library may read without a name in code of yours
-        if any(x not in (object, nn.Module) and not is_own(x) for x in kinds):
+        if any(x is not nn.Module and x.__module__ not in plain and not is_own(x) for x in kinds):
             names.update(key for x in kinds if is_own(x) for key in vars(x))
             own = getattr(value, "__dict__", {}).items()
             names.update(key for key, x in own if isinstance(x, bool | int | float | str))
     seen.update([] if is_module else [id(value)])  # other code may name other parts of a module
-    for key, (read, *source) in [x for x in parts.items() if occurs(x[0], names)]:
+    is_container = isinstance(value, dict | list | tuple | deque | set) or type(value).__name__ == "partial"
+    for key, (read, *source) in [x for x in parts.items() if is_container or occurs(x[0], names)]:
         part = read(*source)
         stays = isinstance(part, ModuleType) or (isinstance(part, dict) and key.rpartition(".")[2] in OF_MODULES)
         yield from () if stays else [(key, read, *source)]
@@ -714,9 +718,9 @@ def refuse_changes(function):
     ends the program, with its name and exit code 2, compiled or not. Tensors may change in place. The first 100 calls
     check everything, each later one an eighth, in a few microseconds: a change that lasts is found within 15 calls. The
     order is random, as else one for every 800th call alone might always meet the same eighth. Within another function
-    that is checked, which has just looked at the same numbers, only every eighth of the later calls does so.
+    that is checked, and looks at the same numbers, only every eighth of the later calls does so.
     """
-    if hasattr(function, "refuses_changes"):
+    if getattr(function, "refuses_changes", None) is function:
         return function
     call, parts, number, order, draws = tensors_only(function), [], 0, [], random.Random(0)
 
@@ -752,7 +756,7 @@ def refuse_changes(function):
         finally:
             CHECKED.pop()
 
-    checked.unwrapped, checked.refuses_changes = function, True
+    checked.unwrapped, checked.refuses_changes = (checked, function), checked
     return checked
 
 
@@ -793,7 +797,7 @@ def tensors_only(function):
             hints += ["--no-compile does without"]
             fail(f"this can't be compiled: {'; '.join([reason, *cause, *place, *hints])}")
 
-    checked.unwrapped, checked.__name__ = function, getattr(function, "__name__", "a compiled function")
+    checked.unwrapped, checked.__name__ = (checked, function), getattr(function, "__name__", "a compiled function")
     return checked
 
 
@@ -809,8 +813,6 @@ def check_equal(names: list[str], first: list, now: list) -> None:
     """SystemExit(2) naming the first number that changed, object that was replaced, or generator of numbers."""
     generators = random.Random | np.random.Generator | np.random.RandomState | np.ndarray
     for name, old, new in zip(names, first, now, strict=True):
-        if "_modules['" in name:  # as one writes it
-            name = name.replace("_modules['", "").replace("_parameters['", "").replace("']", "")
         if hasattr(old, "__next__") or isinstance(old, generators):
             root, is_part, _ = name.partition(".")
             hint = f"; if it needs a constant of `{root}`, read that before, into a variable" * bool(is_part)
@@ -909,10 +911,8 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
         acted, learnt = np.concatenate([acting(obs[:1]), acting(obs[1:])]), learning(torch.from_numpy(obs))
         sizes = acted.shape[1:], tuple(learnt.shape[1 - acted.ndim :])
         if sizes[0] and sizes[0] != sizes[1]:
-            shapes = (
-                f"the policy that acts has outputs of shape {sizes[0]}, the one that learns {tuple(learnt.shape[1:])}"
-            )
-            fail(f"{shapes}: does `forward` compute more? Then let the whole network act")
+            shapes = f"the policy that acts has outputs of shape {sizes[0]}, the one that learns"
+            fail(f"{shapes} {tuple(learnt.shape[1:])}: does `forward` compute more? Then let the whole network act")
         if len(sizes[0]) > 1:
             fail(f"the policy that acts gives outputs of shape {sizes[0]} per observation: flatten them to (A,)")
         check_same(acted, learnt, obs, check="check_policy")  # which tries random observations
@@ -1550,7 +1550,8 @@ def check_owners(state: dict, variables: dict) -> None:
     for name, x in variables.items():
         own = [key for key, _ in x.named_parameters()] if isinstance(x, nn.Module) else []
         is_new = own and own not in keys.values() and not {id(weight) for weight in x.parameters()} <= saved
-        if is_new or (isinstance(x, torch.optim.Optimizer) and x not in state.values()):
+        steps = isinstance(x, Adam | torch.optim.Optimizer) and not any(x is part for part in state.values())
+        if is_new or steps:
             print(f"note: `{name}` is not given to `run.open`: a resumed run has a new one", file=sys.stderr)
 
 
@@ -1643,7 +1644,9 @@ class Run:
                 fail(f"`run.open` can't keep `{name}` in checkpoints: they use this name; give it another one")
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 fail(f"`run.open`: `{name}` needs `state_dict` and `load_state_dict`, as an nn.Module with buffers has")
-        check_owners(state, sys._getframe(1).f_locals)
+        variables = sys._getframe(1).f_locals  # of `train`
+        self.named = [name for name, part in state.items() if variables.get(name) is part]
+        check_owners(state, variables)
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
         # Settings as the loop had left them, except those that were changed now. Ray's runners keep the first ones
         later = {} if hasattr(envs, "sent") else self.checkpoint.get("later_args", {})
@@ -1668,9 +1671,8 @@ class Run:
                 self.dir = new_folder(self.dir, f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}")
             self.dir.mkdir(parents=True, exist_ok=True)
             if not self.args.resume and any(self.dir.iterdir()):
-                how = (
-                    "--resume continues a run" if Path(self.dir, "checkpoint.pt").exists() else "no run can go on there"
-                )
+                has_run = Path(self.dir, "checkpoint.pt").exists()
+                how = "--resume continues a run" if has_run else "it has no checkpoint to go on from"
                 fail(f"the run folder {self.place()} is not empty; {how}")
             self.open_files()
         except Exception as error:  # those of Weights & Biases have no other type in common
@@ -1780,12 +1782,13 @@ class Run:
     def log(self, metrics: dict[str, float]) -> None:
         """Write a line, with means over the episodes that ended since the last line, and save if that is due.
 
-        Metrics of your own belong into the script's own call: another one at the same step takes its place.
+        Metrics of your own belong in the script's own call: if it asks `is_due`, one before it takes its place.
         """
         seconds = time.perf_counter() - self.start_time
         self.check_settings()
-        for name, x in sys._getframe(1).f_locals.items():
-            if x is not self.state.get(name, x) and type(x) is type(self.state[name]):
+        variables = sys._getframe(1).f_locals
+        for name in self.named:
+            if variables.get(name, self.state[name]) is not self.state[name]:
                 fail(f"`{name}` is not what `run.open` was given, and checkpoints keep that: change it in place")
         own = {f"charts/{name}" for name in ("SPS", "episodic_return", "episodic_length", "episodes")}
         if taken := metrics.keys() & {"global_step", "seconds", *own}:
@@ -1800,7 +1803,7 @@ class Run:
             metrics["charts/episodes"] = len(self.episodes)
         metrics |= {f"info/{key}": sum(values) / len(values) for key, values in self.envs.infos.items()}
         for name, value in metrics.items():
-            if not isinstance(value, bool | int | float | np.number | Tensor) or np.ndim(value):
+            if np.ndim(value) or (not isinstance(value, Tensor) and np.asarray(value).dtype.kind not in "biuf"):
                 fail(f"the metric {name} is {value!r}, which is no number; {self.hint()}")
             if not math.isfinite(value):
                 sys.exit(f"error: {name} is {value} at step {self.step}; {self.hint()}")
@@ -1822,6 +1825,8 @@ class Run:
 
     def check_settings(self) -> None:
         """Refuse a learning rate that was changed in `args` before the last line, if that of its optimizer stayed."""
+        if self.step == self.logged_step:  # a second line of one iteration
+            return
         names = [name for name in self.settings if name.endswith(("learning_rate", "_lr")) and name != "anneal_lr"]
         before, self.changed = self.changed, {x for x in names if getattr(self.args, x) != self.settings[x]}
         if not (changed := sorted(before & self.changed)):  # a later line of the loop may read a change

@@ -619,10 +619,8 @@ def check_policy(acting, learning, module: nn.Module, obs_dim: int) -> None:
         acted, learnt = np.concatenate([acting(obs[:1]), acting(obs[1:])]), learning(torch.from_numpy(obs))
         sizes = acted.shape[1:], tuple(learnt.shape[1 - acted.ndim :])
         if sizes[0] and sizes[0] != sizes[1]:
-            shapes = (
-                f"the policy that acts has outputs of shape {sizes[0]}, the one that learns {tuple(learnt.shape[1:])}"
-            )
-            fail(f"{shapes}: does `forward` compute more? Then let the whole network act")
+            shapes = f"the policy that acts has outputs of shape {sizes[0]}, the one that learns"
+            fail(f"{shapes} {tuple(learnt.shape[1:])}: does `forward` compute more? Then let the whole network act")
         if len(sizes[0]) > 1:
             fail(f"the policy that acts gives outputs of shape {sizes[0]} per observation: flatten them to (A,)")
         check_same(acted, learnt, obs, check="check_policy")  # which tries random observations
@@ -1370,7 +1368,8 @@ def check_owners(state: dict, variables: dict) -> None:
     for name, x in variables.items():
         own = [key for key, _ in x.named_parameters()] if isinstance(x, nn.Module) else []
         is_new = own and own not in keys.values() and not {id(weight) for weight in x.parameters()} <= saved
-        if is_new or (isinstance(x, torch.optim.Optimizer) and x not in state.values()):
+        steps = isinstance(x, Adam | torch.optim.Optimizer) and not any(x is part for part in state.values())
+        if is_new or steps:
             print(f"note: `{name}` is not given to `run.open`: a resumed run has a new one", file=sys.stderr)
 
 
@@ -1463,7 +1462,9 @@ class Run:
                 fail(f"`run.open` can't keep `{name}` in checkpoints: they use this name; give it another one")
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 fail(f"`run.open`: `{name}` needs `state_dict` and `load_state_dict`, as an nn.Module with buffers has")
-        check_owners(state, sys._getframe(1).f_locals)
+        variables = sys._getframe(1).f_locals  # of `train`
+        self.named = [name for name, part in state.items() if variables.get(name) is part]
+        check_owners(state, variables)
         check_storable("state", {name: part.state_dict() for name, part in state.items()} | {"args": asdict(self.args)})
         # Settings as the loop had left them, except those that were changed now. Ray's runners keep the first ones
         later = {} if hasattr(envs, "sent") else self.checkpoint.get("later_args", {})
@@ -1488,9 +1489,8 @@ class Run:
                 self.dir = new_folder(self.dir, f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}")
             self.dir.mkdir(parents=True, exist_ok=True)
             if not self.args.resume and any(self.dir.iterdir()):
-                how = (
-                    "--resume continues a run" if Path(self.dir, "checkpoint.pt").exists() else "no run can go on there"
-                )
+                has_run = Path(self.dir, "checkpoint.pt").exists()
+                how = "--resume continues a run" if has_run else "it has no checkpoint to go on from"
                 fail(f"the run folder {self.place()} is not empty; {how}")
             self.open_files()
         except Exception as error:  # those of Weights & Biases have no other type in common
@@ -1600,12 +1600,13 @@ class Run:
     def log(self, metrics: dict[str, float]) -> None:
         """Write a line, with means over the episodes that ended since the last line, and save if that is due.
 
-        Metrics of your own belong into the script's own call: another one at the same step takes its place.
+        Metrics of your own belong in the script's own call: if it asks `is_due`, one before it takes its place.
         """
         seconds = time.perf_counter() - self.start_time
         self.check_settings()
-        for name, x in sys._getframe(1).f_locals.items():
-            if x is not self.state.get(name, x) and type(x) is type(self.state[name]):
+        variables = sys._getframe(1).f_locals
+        for name in self.named:
+            if variables.get(name, self.state[name]) is not self.state[name]:
                 fail(f"`{name}` is not what `run.open` was given, and checkpoints keep that: change it in place")
         own = {f"charts/{name}" for name in ("SPS", "episodic_return", "episodic_length", "episodes")}
         if taken := metrics.keys() & {"global_step", "seconds", *own}:
@@ -1620,7 +1621,7 @@ class Run:
             metrics["charts/episodes"] = len(self.episodes)
         metrics |= {f"info/{key}": sum(values) / len(values) for key, values in self.envs.infos.items()}
         for name, value in metrics.items():
-            if not isinstance(value, bool | int | float | np.number | Tensor) or np.ndim(value):
+            if np.ndim(value) or (not isinstance(value, Tensor) and np.asarray(value).dtype.kind not in "biuf"):
                 fail(f"the metric {name} is {value!r}, which is no number; {self.hint()}")
             if not math.isfinite(value):
                 sys.exit(f"error: {name} is {value} at step {self.step}; {self.hint()}")
@@ -1642,6 +1643,8 @@ class Run:
 
     def check_settings(self) -> None:
         """Refuse a learning rate that was changed in `args` before the last line, if that of its optimizer stayed."""
+        if self.step == self.logged_step:  # a second line of one iteration
+            return
         names = [name for name in self.settings if name.endswith(("learning_rate", "_lr")) and name != "anneal_lr"]
         before, self.changed = self.changed, {x for x in names if getattr(self.args, x) != self.settings[x]}
         if not (changed := sorted(before & self.changed)):  # a later line of the loop may read a change

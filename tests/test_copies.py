@@ -180,6 +180,14 @@ WAYS = {
             in_the_loop("Progress.left *= 0.9"),
         ],
     ),
+    "a key with brackets": Way(
+        "`agent.coefs['a[0]']`",
+        [
+            before_the_loop("agent.coefs = {'a[0]': 0.01}"),
+            (BONUS, "agent.coefs['a[0]'] * entropy"),
+            in_the_loop("agent.coefs['a[0]'] *= 0.9"),
+        ],
+    ),
     "a hook of a layer": Way(
         "_forward_hooks",
         [
@@ -1998,7 +2006,7 @@ def test_numbers_that_runners_would_not_get_are_refused_when_they_change(
 
 
 def test_numbers_of_an_environment_in_another_file_are_known(monkeypatch):
-    """Those of its class, as a curriculum changes them; so are those that a decorator of one's own reads."""
+    """Those of its class, as a curriculum changes them."""
     script = load("impala_ray")
     monkeypatch.setattr(tiny_envs.Stream, "level", 1.0, raising=False)
     assert script.is_users(tiny_envs.Stream) and not script.is_users(gym.Env)
@@ -2740,8 +2748,9 @@ def test_a_learning_rate_that_is_read_in_the_next_iteration_works(copy, train_co
     """As one that follows the KL divergence: it is changed after its optimizer was told."""
     changes = [(LOOP, f"{LOOP}        optimizer.learning_rate.fill_(args.learning_rate)\n")]
     changes += [("        # Log\n", f"        {KL}\n        # Log\n")]
+    changes += [("    return run.close()", "        run.log({'own/x': 1.0})\n    return run.close()")]  # a second line
     log = train_copy(copy("ppo", *changes), "ppo", **settings)
-    assert len({line["charts/learning_rate"] for line in log}) > 2
+    assert len({line.get("charts/learning_rate") for line in log}) > 3
 
 
 def test_a_learning_rate_that_nothing_reads_is_refused_where_annealing_was_taken_out(copy, train_copy, capsys):
@@ -2804,6 +2813,18 @@ def test_what_is_made_anew_in_the_loop_is_refused(copy, train_copy, capsys, line
     assert end.value.code == 2 and f"`{name}` is not what `run.open` was given" in capsys.readouterr().err
 
 
+def test_a_variable_may_have_the_name_of_another_part(copy, train_copy):
+    """As an opponent by the name under which the network is saved."""
+    changes = [("agent=agent, optimizer", "other=agent, optimizer")]
+    changes += [("    statistics = Epi", "    other = deepcopy(agent)\n    statistics = Epi")]
+    train_copy(copy("ppo", *changes), "ppo")
+
+
+@pytest.mark.parametrize("value", ["np.float32(1)", "np.bool_(True)", "np.array(0.5)", "torch.ones(())", "True", "3"])
+def test_numbers_of_all_kinds_are_metrics(copy, train_copy, value):
+    assert train_copy(copy("ppo", ("run.log(named(", f"run.log({{'own/x': {value}}} | named(")), "ppo")[0]["own/x"] > 0
+
+
 @pytest.mark.parametrize("value", ["None", "'high'", "np.ones(2)"])
 def test_a_metric_that_is_no_number_is_named(copy, train_copy, capsys, value):
     with pytest.raises(SystemExit) as end:
@@ -2811,12 +2832,14 @@ def test_a_metric_that_is_no_number_is_named(copy, train_copy, capsys, value):
     assert end.value.code == 2 and "the metric eval/return is " in capsys.readouterr().err
 
 
-def test_a_second_line_for_a_step_has_no_speed(copy, train_copy):
+def test_a_second_line_for_a_step_has_no_speed(copy, train_copy, tmp_path):
     """Such as that of an evaluation, after the script's own."""
-    log = train_copy(
-        copy("ppo", ("    return run.close()", "        run.log({'own/x': 1.0})\n    return run.close()")), "ppo"
-    )
+    change = "    return run.close()", "        run.log({'own/x': 1.0})\n    return run.close()"
+    log = train_copy(copy("ppo", change), "ppo")
     assert [line.get("own/x") for line in log] == [None, 1.0] * (len(log) // 2)
+    (path,) = tmp_path.glob("copy_run*/metrics.jsonl")
+    speeds = [json.loads(line).get("charts/SPS") for line in path.read_text().splitlines()]
+    assert all(speeds[::2]) and not any(speeds[1::2])
 
 
 @pytest.mark.parametrize("name", ["sac_continuous_action", "td3_continuous_action_torchcompile"])
@@ -2913,6 +2936,33 @@ def test_an_object_may_change_of_which_only_a_tensor_is_read(copy, train_copy):
     changes = [of_the_file(HELPER), before_the_loop("scaler = Scale()"), (BONUS, "scaler.scale * entropy")]
     changes += [in_the_loop("scaler.update(float(iteration))")]
     train_copy(copy("ppo_torchcompile", *changes), "ppo_torchcompile", compile=False)
+
+
+@pytest.mark.parametrize(
+    ("made", "read", "changed"),
+    [
+        (of_the_file("from types import SimpleNamespace\n\nCONFIG = SimpleNamespace(own=1.0, frames=0)"),
+         "CONFIG.own", "CONFIG.frames += 1"),
+        (before_the_loop("config = type('Config', (), {'own': 1.0})"), "config.own", "config.other = iteration"),
+    ],
+    ids=["a namespace", "a class"],
+)  # fmt: skip
+def test_what_no_compiled_code_reads_may_change(copy, train_copy, made, read, changed):
+    """Though it is an attribute of an object of which that code reads another one."""
+    module = copy("ppo_torchcompile", made, (BONUS, f"{read} * entropy"), in_the_loop(changed))
+    train_copy(module, "ppo_torchcompile", compile=False)
+
+
+def test_a_decorator_around_compiled_code_is_read_too(copy, capsys):
+    """`functools.wraps` gives it the marks of what it wraps."""
+    script = copy("ppo_torchcompile", of_the_file(DECORATOR))
+    inner = script.refuse_changes(lambda x: x + 1)
+    outer = script.refuse_changes(script.annealed(inner))
+    outer(torch.ones(()))
+    script.Progress.left = 0.5
+    with pytest.raises(SystemExit):
+        outer(torch.ones(()))
+    assert "`Progress.left` was 1.0" in capsys.readouterr().err
 
 
 def test_a_tensor_handed_over_by_name_is_refused(copy, train_copy, capsys):

@@ -169,7 +169,7 @@ def test_each_runner_is_asked_for_no_more_than_it_may_owe(name):
     runners.sent = runners.known_to_runners()
     runners.most_stale, runners.ahead, runners.alive, runners.weights = np.inf, 2, set(range(4)), (0, np.zeros(1))
     runners.in_flight, runners.pending, runners.since = {}, [0] * 4, [np.inf] * 4
-    runners.places, runners.told, runners.restarts = {}, set(), 0
+    runners.places, runners.told, runners.restarts = {}, {}, 0
     runners.remote, runners.last_news, runners.late = mock.Mock(), 0.0, 0
     runners.seeds = list(range(4 * runners.args.envs_per_runner))
     runners.remote.remote.side_effect = lambda *_: mock.MagicMock(

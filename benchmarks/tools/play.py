@@ -20,7 +20,7 @@ EVALUATION = 0xE7A1  # part of the seed, so that no environment of the training 
 def load_run(folder: Path, script: Path | None = None) -> tuple[ModuleType, object]:
     """(module of the script, the run's arguments); exits with a one-line message if anything is wrong with the folder.
 
-    The script is `script`, or else the one that config.json names, in scripts/ or in the folder that one is in.
+    The script is `script`, or else the one that config.json names, in scripts/ or in the current folder.
     """
     if not folder.is_dir():
         fail(f"there is no folder {folder}")

@@ -82,7 +82,7 @@ class Run:
     def log(self, metrics: dict[str, float]) -> None:
         """Write a line, with means over the episodes that ended since the last line, and save if that is due.
 
-        Metrics of your own belong into the script's own call: another one at the same step takes its place.
+        Metrics of your own belong in the script's own call: if it asks `is_due`, one before it takes its place.
         """
         seconds = time.perf_counter() - self.start_time
         metrics = metrics | {"charts/SPS": (self.step - self.logged_step) / (seconds - self.seconds)}
