@@ -866,7 +866,7 @@ def test_settings_that_cannot_work_are_refused(capfd):
     assert "--async-envs is for Gymnasium" in refused(capfd, async_envs=True, env_backend="envpool")
     assert "--fragment-steps 16 can't be divided by --batch-updates 3" in refused(capfd, batch_updates=3)
     assert "--num-learners 2 needs --num-runners 1 or more" in refused(capfd, num_runners=0, num_learners=2)
-    assert "--ray-address auto is for --num-runners 1" in refused(capfd, num_runners=0, ray_address="auto")
+    assert "--ray-address auto needs --num-runners 1" in refused(capfd, num_runners=0, ray_address="auto")
     assert "--gpus-per-runner 1.5: more than one GPU must be a whole" in refused(capfd, gpus_per_runner=1.5)
     if not torch.cuda.is_available():
         assert "--gpus-per-runner 1: this machine has no GPU" in refused(capfd, num_runners=0, gpus_per_runner=1.0)

@@ -747,7 +747,7 @@ def test_a_global_of_the_environments_module_that_changes_ends_the_run(monkeypat
     settings = small_settings("impala_ray") | {"num_runners": 1, "run_dir": str(tmp_path / "run"), "device": "cpu"}
     with pytest.raises(SystemExit) as end:
         script.train(script.Args(**settings))
-    assert len(calls) == 3 and "`tiny_envs.own_level` changed, but runners have what it was" in str(end.value)
+    assert len(calls) == 3 and "`tiny_envs.own_level` changed, but runners keep its first value" in str(end.value)
 
 
 @on_ray
