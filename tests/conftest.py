@@ -1,6 +1,7 @@
 import functools
 import os
 import signal
+import sys
 
 # Tests run side by side, on a core each: no threads, and no processes of Inductor's own to compile in. Before PyTorch
 # is imported, which reads them
@@ -37,13 +38,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
-def no_traces():
+def no_traces(monkeypatch):
     """A training that was broken off leaves its signal handlers behind; the recorded actions are of one test only."""
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))  # SAC and TD3 note a busy machine, such as this
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     tiny_envs.received.clear()
     torch.set_float32_matmul_precision("highest")  # as a process begins; SAC, TD3 and Atari choose it, PPO does not
     yield
     helpers.end_started()
+    # To compile a `backward` leaves PyTorch's one `None` with a place of that graph, where later graphs look for it
+    if dynamo := sys.modules.get("torch._dynamo.variables"):
+        dynamo.ConstantVariable.create(None).source = None
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
 

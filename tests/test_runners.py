@@ -284,7 +284,7 @@ def test_a_run_ends_once_its_restarts_are_used_up(name, capsys):
     """However many fragments came between the deaths."""
     script = load(name)
     runners = object.__new__(script.RayRunners)
-    runners.args, runners.restarts, runners.told = script.Args(num_runners=2, runner_restarts=1), 0, set()
+    runners.args, runners.restarts, runners.told = script.Args(num_runners=2, runner_restarts=1), 0, {}
     runners.alive, runners.in_flight, runners.actors, runners.ray = set(), {}, [None], mock.Mock()
     runners.start, runners.stop, runners.run = mock.Mock(), script.fail, mock.Mock()
     for death in range(3):
@@ -302,7 +302,7 @@ def test_the_machine_of_a_runner_that_cannot_start_is_named(name, capsys):
     """As Ray's error does: one machine of many may lack a simulator, and its runner may be the first to answer."""
     script, stopped = load(name), []
     runners = object.__new__(script.RayRunners)
-    runners.args, runners.restarts, runners.told = script.Args(num_runners=2, ray_address="auto"), 2, set()
+    runners.args, runners.restarts, runners.told = script.Args(num_runners=2, ray_address="auto"), 2, {}
     runners.alive, runners.in_flight, runners.actors, runners.ray = {1}, {}, [None], mock.Mock()
     runners.places, runners.failures, runners.pending, runners.stop = {}, [2], [0], stopped.append
     runners.start, runners.run = mock.Mock(), mock.Mock()

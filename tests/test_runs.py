@@ -879,7 +879,12 @@ def test_flags_of_cleanrl(monkeypatch, capsys):
         with pytest.raises(SystemExit) as end:
             script.typed_flags()
         line = capsys.readouterr().err
-        assert end.value.code == 2 and line.startswith("error: --") and line.count("\n") == 1 and ours in line
+        assert (
+            end.value.code == 2
+            and line.startswith("error: flags of CleanRL's: --")
+            and line.count("\n") == 1
+            and ours in line
+        )
 
 
 @each_kind
