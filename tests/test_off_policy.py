@@ -698,9 +698,7 @@ def test_a_process_gets_back_what_a_run_has_set_for_all_of_it(tmp_path, monkeypa
     """In a notebook, the next run computes as if it were the first; SAC takes as many threads as it was given."""
 
     def found() -> tuple:
-        tiny = torch.tensor(1e-310, dtype=torch.float64)
-        own = bool((tiny * 1).item()), torch.backends.cudnn.allow_tf32
-        return torch.get_num_threads(), torch.get_float32_matmul_precision(), *own
+        return torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
 
     before = found()
     monkeypatch.setattr(load(name), "num_cores", lambda: 2)  # SAC and TD3 take as many threads, DQN one
@@ -708,16 +706,19 @@ def test_a_process_gets_back_what_a_run_has_set_for_all_of_it(tmp_path, monkeypa
         torch.set_num_threads(3)
         torch.set_float32_matmul_precision("medium")
         torch.backends.cudnn.allow_tf32 = False
-        torch.set_flush_denormal(False)
         overrides = {} if name == "dqn" else {"matmul_precision": "high"}
         overrides |= {"compile": False} if "torchcompile" in name else {}
         settings = helpers.settings_of(name.removesuffix("_torchcompile"), overrides)
-        load(name).train(load(name).Args(**settings, device="cpu", tensorboard=False, run_dir=str(tmp_path / "run")))
-        assert found() == (3, "medium", True, False)
+        was_flushing = not (torch.tensor(1e-310, dtype=torch.float64) * 1).item()
+        with mock.patch("torch.set_flush_denormal") as flush:
+            module = load(name)
+            module.train(module.Args(**settings, device="cpu", tensorboard=False, run_dir=str(tmp_path / "run")))
+        assert found() == (3, "medium", False)
+        assert [call.args[0] for call in flush.call_args_list] == [True, was_flushing]
     finally:
         torch.set_num_threads(before[0])
         torch.set_float32_matmul_precision(before[1])
-        torch.backends.cudnn.allow_tf32 = before[3]
+        torch.backends.cudnn.allow_tf32 = before[2]
 
 
 @pytest.mark.parametrize(
