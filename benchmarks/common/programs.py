@@ -179,9 +179,9 @@ def actions_of(module: ModuleType, args):
     if ":" in args.env_id:
         return None
     backend = getattr(args, "env_backend", "gymnasium" if hasattr(module, "make_env") else "envpool")
-    if hasattr(module, "choose_backend"):
-        backend = module.choose_backend(args.env_id, backend, in_process=False)
     try:
+        if hasattr(module, "choose_backend"):
+            backend = module.choose_backend(args.env_id, backend, in_process=False)
         if backend == "envpool" or args.env_id not in gym.registry:
             return envpool.make_spec(args.env_id).action_space
         with contextlib.closing(module.make_env(args.env_id, json.loads(args.env_kwargs))) as env:
