@@ -959,6 +959,26 @@ def test_automatic_precision_is_that_of_float32_and_is_decided_the_same_each_tim
     assert len(decided) == 1
 
 
+@pytest.mark.parametrize(
+    ("vendor", "family", "fastest"),
+    [("AuthenticAMD", 26, "medium"), ("AuthenticAMD", 25, "highest"), ("GenuineIntel", 6, "highest")],
+)
+def test_automatic_precision_goes_by_the_kind_of_cpu(monkeypatch, vendor, family, fastest):
+    """And by its errors: here `medium` may round."""
+    set_precision = defining("set_matmul_precision").set_matmul_precision
+    x = torch.linspace(-1, 1, 2**16).view(256, 256)
+    info = f"vendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: 17\nflags\t\t: avx2\n"
+    monkeypatch.setattr(Path, "read_text", lambda _: info)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        rounds = (x @ x - x.double() @ x.double()).abs().max() > 1e-3
+        set_precision("auto", torch.device("cpu"), False)
+        assert torch.get_float32_matmul_precision() == ("highest" if rounds else fastest)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 @each_script
 def test_metrics_without_names_are_refused(train, monkeypatch, capsys, name):
     """By numbers, when the first ones come; or `zip` would say so, and of what it would not."""
