@@ -165,6 +165,12 @@ def call(name: str, **settings) -> Outcome:
         return outcome(script.train(script.Args(**settings)))
 
 
+def trainer(folder: Path, name: str, small: dict):
+    """Trains in this process, each time in a folder of its own: name (by default this one), settings -> Outcome."""
+    folders = (folder / f"run{i}" for i in range(100))
+    return lambda name=name, **settings: call(name, **small | {"run_dir": str(next(folders))} | settings)
+
+
 def flags(name: str, **overrides) -> list[str]:
     """The small settings as a user types them."""
     settings = settings_of(name, overrides)

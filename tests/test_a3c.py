@@ -35,9 +35,7 @@ BOTH_KINDS = pytest.mark.parametrize("env_id", ["tiny_envs:Stream-v0", "tiny_env
 
 @pytest.fixture
 def train(tmp_path):
-    """Train in this process, each time in a folder of its own: name, settings -> Outcome."""
-    folders = (tmp_path / f"run{i}" for i in range(100))
-    return lambda name=EAGER, **settings: helpers.call(name, **SMALL | {"run_dir": str(next(folders))} | settings)
+    return helpers.trainer(tmp_path, EAGER, SMALL)
 
 
 # The gradient
@@ -154,6 +152,9 @@ def test_losses_in_the_log_are_those_of_their_names(in_double, env_id):
     advantage, valid = in_double.n_step_advantage(reward, value, *ends, GAMMA), ends[2]
     parts = -runner.agent.log_prob(output, action) * advantage, 0.5 * advantage.square(), runner.agent.entropy(output)
     torch.testing.assert_close(sums[-3:], torch.stack([(x * valid).sum() for x in parts]).detach())
+    spaces = runner.envs.observation_space, runner.envs.action_space
+    *_, descend = in_double.make_learner(runner.args, *spaces, torch.device("cpu"))
+    torch.testing.assert_close(descend(sums), sums[-3:] / valid.sum())
 
 
 def test_rewards_are_cut_down_to_learn(in_double):
@@ -252,6 +253,7 @@ def test_resumed_run_goes_on(train):
 def test_frames_are_learnt_from(train):
     run = train(env_id="Pong-v5", fragment_steps=4, total_timesteps=16, log_every=8)
     assert {"features.conv1.weight", "critic.weight"} <= run.checkpoint["agent"].keys()
+    assert run.checkpoint["num_updates"] > 1 and run.checkpoint["optimizer"]["exp_avg"].any()
 
 
 # Over Ray
@@ -320,7 +322,10 @@ def test_a_runner_that_hangs_while_it_starts_is_not_awaited_for_ever(train, tmp_
 
 @on_ray
 def test_one_slow_runner_does_not_slow_the_others_by_a3c(tmp_path, capsys):
-    """Of eight, when one becomes ten times slower: A3C keeps 80 % of its speed, A2C falls to the slowest."""
+    """Of eight, when one becomes ten times slower: A3C keeps 80 % of its speed, A2C falls to the slowest.
+
+    The median of three times, since other programs may take the cores for a while.
+    """
     path, count = tmp_path / "slow", 8
     settings = SMALL | {"env_id": "Sleepy-v0", "env_kwargs": f'{{"path": "{path}"}}', "num_runners": count}
     # As A3C asks; if a gradient of each is waited for, that is A2C
@@ -341,12 +346,16 @@ def test_one_slow_runner_does_not_slow_the_others_by_a3c(tmp_path, capsys):
         runners.publish(0, weights)
         while len(runners.alive) < count:
             speed(1, 0.1)
-        before = [(speed(gradients, 1), speed(gradients, 2))[1] for gradients in (1, count)]
-        path.touch()
-        after = [(speed(gradients, 1), speed(gradients, 3))[1] for gradients in (1, count)]
+        ratios = []
+        for _ in range(3):
+            path.unlink(missing_ok=True)
+            before = [(speed(gradients, 1), speed(gradients, 2))[1] for gradients in (1, count)]
+            path.touch()
+            after = [(speed(gradients, 1), speed(gradients, 2))[1] for gradients in (1, count)]
+            ratios.append(np.divide(after, before))
     finally:
         runners.close()
-    kept = np.divide(after, before)
+    kept = np.median(ratios, axis=0)
     with capsys.disabled():
         print(f" A3C keeps {kept[0]:.0%}, A2C {kept[1]:.0%}", end="")
     assert kept[0] >= 0.8 and kept[1] < 0.3

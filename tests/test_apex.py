@@ -38,9 +38,7 @@ OTHER = {"dueling": True, "double_dqn": False, "clip_rewards": True}
 
 @pytest.fixture
 def train(tmp_path):
-    """Train in this process, each time in a folder of its own: name, settings -> Outcome."""
-    folders = (tmp_path / f"run{i}" for i in range(100))
-    return lambda name=EAGER, **settings: helpers.call(name, **SMALL | {"run_dir": str(next(folders))} | settings)
+    return helpers.trainer(tmp_path, EAGER, SMALL)
 
 
 def arguments(**settings):
@@ -218,16 +216,19 @@ def test_the_replay_holds_what_the_environments_went_through(monkeypatch, settin
 
 def test_each_environment_explores_by_its_own_epsilon():
     """Those of a second runner go on where those of the first end; with weights of 0 the greedy action is the first."""
-    args = arguments(num_runners=2, env_id="tiny_envs:Choose-v0", fragment_steps=4000)
-    runner = SCRIPT.Runner(args, [1, 2, 3, 4])
-    shares = []
+    args = arguments(num_runners=2, env_id="tiny_envs:Choose-v0", fragment_steps=1000)
+    runner, shares = SCRIPT.Runner(args, [1, 2, 3, 4]), []
+    numbers = np.logspace(-6, 0, args.fragment_steps)[:, None].repeat(4, axis=1)  # where below epsilon, it explores
+    second = lambda _, size: np.ones(size, dtype=int)  # noqa: E731
+    runner.rng = SimpleNamespace(random=lambda _: numbers, integers=second)
     for first in (0, 4):
         runner.first_env = first
-        _, (_, _, columns) = runner.sample(0, np.zeros_like(SCRIPT.get_weights(runner.network)))
-        shares.append((columns[args.n_step :, :, 0] != 0).mean(0))
-    expected = 0.4 ** (1 + 7 * np.arange(8) / 7) * 2 / 3  # one of three random actions is the greedy one
-    np.testing.assert_allclose(np.concatenate(shares), expected, atol=5 * np.sqrt(0.25 / 4000))
-    assert shares[0][0] > 3 * shares[1][0] > 0
+        for version in range(2):  # a fragment begins with the last rows of the one before
+            _, (_, _, columns) = runner.sample(version, np.zeros_like(SCRIPT.get_weights(runner.network)))
+        shares.append((columns[..., 0] == 1).mean(0))
+    epsilon = 0.4 ** (1 + 7 * np.arange(8) / 7)
+    np.testing.assert_allclose(np.concatenate(shares), (numbers[:, :1] < epsilon).mean(0), atol=1e-9)
+    assert len(np.unique(shares)) == 8
 
 
 def test_rewards_are_cut_down_to_learn():

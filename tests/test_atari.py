@@ -34,9 +34,7 @@ each_script = pytest.mark.parametrize("name", [EAGER, COMPILED])
 
 @pytest.fixture
 def train(tmp_path):
-    """Train in this process, each time in a folder of its own: name, settings -> Outcome."""
-    folders = (tmp_path / f"run{i}" for i in range(100))
-    return lambda name=EAGER, **settings: helpers.call(name, **SMALL | {"run_dir": str(next(folders))} | settings)
+    return helpers.trainer(tmp_path, EAGER, SMALL)
 
 
 class Played:
@@ -164,8 +162,11 @@ def test_log_has_the_scores_of_whole_games(play, short_games, settings, limit):
 # What is learnt from
 
 
-def test_learns_from_what_the_games_gave(play, monkeypatch):
+@pytest.mark.parametrize("limit", [None, 30], ids=["lives", "truncated"])
+def test_learns_from_what_the_games_gave(play, short_games, monkeypatch, limit):
     """Rewards, both kinds of ends, and valid rows; a lost life is an end to learn from, its reset is no row."""
+    if limit:
+        short_games(limit)
     rollouts, gae = [], SCRIPT.gae
     monkeypatch.setattr(SCRIPT, "gae", lambda *args: (rollouts.append([x.clone() for x in args[:5]]), gae(*args))[1])
     _, played = play(env_id="Asterix-v5", total_timesteps=640, num_steps=64, update_epochs=1)
@@ -175,7 +176,8 @@ def test_learns_from_what_the_games_gave(play, monkeypatch):
     np.testing.assert_array_equal(terminated, games.terminated)
     np.testing.assert_array_equal(truncated, games.truncated)
     np.testing.assert_array_equal(valid, games.valid)
-    assert games.reward.max() == 1 and (games.terminated & ~games.game_over).any()
+    assert games.reward.max() == 1 and games.truncated.any() == bool(limit)
+    assert limit or (games.terminated & ~games.game_over).any()
 
 
 def test_the_loss_of_the_policy_goes_up_with_what_was_better_than_expected(train, monkeypatch):
@@ -293,11 +295,13 @@ def test_actions_are_drawn_with_the_probabilities_of_the_policy(play, monkeypatc
         self.actor.bias.data = probabilities.log()
 
     monkeypatch.setattr(SCRIPT.ActorCritic, "__init__", set_policy)
-    _, played = play(num_envs=8, total_timesteps=1024, num_steps=64, update_epochs=1, learning_rate=0.0)
+    run, played = play(num_envs=8, total_timesteps=1024, num_steps=64, update_epochs=1, learning_rate=0.0)
     frequencies = np.bincount(played.actions.reshape(-1), minlength=4) / played.actions.size
     expected = probabilities.numpy()
     deviation = np.sqrt(expected * (1 - expected) / played.actions.size)
     assert (np.abs(frequencies - expected) < 4 * deviation).all()
+    entropy = -(expected * np.log(expected)).sum()
+    assert [line["losses/entropy"] for line in run.lines] == pytest.approx([entropy] * 2, rel=1e-4)
 
 
 def test_value_is_that_of_the_policy_that_collected(train, monkeypatch):

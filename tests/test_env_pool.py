@@ -368,7 +368,7 @@ def test_nothing_is_left_of_a_run_that_is_ended(tmp_path, signum, method):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == (-signum if signum == signal.SIGKILL else 128 + signum), errors
     assert "Traceback" not in errors
-    helpers.wait_until(lambda: not any(map(helpers.is_alive, children)), 5)
+    helpers.wait_until(lambda: not any(map(helpers.is_alive, children)), 30)
     assert not [path for path in memory if Path(path).exists()]
 
 
@@ -412,7 +412,7 @@ def test_a_step_that_does_not_end_is_no_orphan():
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert any(map(helpers.is_alive, children))
-    helpers.wait_until(lambda: not any(map(helpers.is_alive, children)), 5)
+    helpers.wait_until(lambda: not any(map(helpers.is_alive, children)), 30)
 
 
 # What is refused

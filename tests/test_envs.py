@@ -129,9 +129,18 @@ def test_envpool_shows_the_last_observation_and_resets_late(make):
 
 
 def test_envpool_truncates_at_the_time_limit(make):
-    envs = make("Pendulum-v1", 2, **ENVPOOL)
-    envs.reset()
-    flags = np.array([envs.step(np.zeros((2, 1), dtype=np.float32))[2:] for _ in range(410)])
+    """And shows what follows the last step, from which its value is estimated, and not the next episode's start."""
+    envs, physics, flags = make("Pendulum-v1", 2, **ENVPOOL), gym.make("Pendulum-v1").unwrapped, []
+    physics.reset()
+    obs, done = envs.reset(), np.zeros(2, dtype=bool)
+    for _ in range(410):
+        next_obs, _, *ends = envs.step(np.zeros((2, 1), dtype=np.float32))
+        for i in np.flatnonzero(~done):
+            physics.state = np.array([np.arctan2(obs[i, 1], obs[i, 0]), obs[i, 2]])
+            np.testing.assert_allclose(next_obs[i], physics.step(np.zeros(1))[0], atol=1e-3)
+        obs, done = next_obs, ends[0] | ends[1]
+        flags.append(ends)
+    flags = np.array(flags)
     assert not flags[:, 0].any()
     assert np.flatnonzero(flags[:, 1, 0]).tolist() == np.flatnonzero(flags[:, 1, 1]).tolist() == [199, 400]
 

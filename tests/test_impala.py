@@ -44,9 +44,7 @@ each_script = pytest.mark.parametrize("name", [EAGER, COMPILED])
 
 @pytest.fixture
 def train(tmp_path):
-    """Train in this process, each time in a folder of its own: name, settings -> Outcome."""
-    folders = (tmp_path / f"run{i}" for i in range(100))
-    return lambda name=EAGER, **settings: helpers.call(name, **SMALL | {"run_dir": str(next(folders))} | settings)
+    return helpers.trainer(tmp_path, EAGER, SMALL)
 
 
 # V-trace
@@ -249,15 +247,28 @@ def test_learning_rate_falls_to_zero_if_asked(train):
 
 
 def test_learns_from_all_fragments_of_a_batch(train, monkeypatch):
+    """As from one that has the environments of all."""
     sizes, make_learner = [], SCRIPT.make_learner
 
     def make(*arguments):
         *parts, learn = make_learner(*arguments)
         return *parts, lambda fragments: (sizes.append(len(fragments)), learn(fragments))[1]
 
-    monkeypatch.setattr(SCRIPT, "make_learner", make)
-    train(batch_fragments=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(SCRIPT, "make_learner", make)
+        train(batch_fragments=3)
     assert set(sizes) == {3}
+    args = SCRIPT.Args(**SMALL)
+    runner, weights = SCRIPT.Runner(args, [1, 2]), []
+    spaces = runner.envs.observation_space, runner.envs.action_space
+    fragments = [runner.sample(0, SCRIPT.get_weights(runner.agent))[1] for _ in range(3)]
+    joined = tuple(np.concatenate(parts, axis=1) for parts in zip(*fragments, strict=True))
+    for batch in (fragments, [joined], fragments[:1]):
+        torch.manual_seed(1)
+        agent, _, learn = make_learner(args, *spaces, torch.device("cpu"))
+        learn(batch)
+        weights.append(SCRIPT.get_weights(agent))
+    assert np.array_equal(*weights[:2]) and not np.array_equal(*weights[1:])
 
 
 def test_shares_of_time_sum_to_a_hundred_percent(train):
@@ -515,7 +526,7 @@ def test_a_learner_that_breaks_ends_the_run_at_once(train, monkeypatch, tmp_path
     start = time.perf_counter()
     with pytest.raises(SystemExit) as end:
         train(num_runners=2, num_learners=2, total_timesteps=512)
-    assert "a learner died" in end.value.code and time.perf_counter() - start < 60
+    assert "a learner died" in end.value.code and time.perf_counter() - start < 150
     assert "--resume" in end.value.code and list(tmp_path.glob("run*/checkpoint.pt"))
 
 
@@ -531,7 +542,7 @@ def test_a_fragment_lost_on_its_way_to_a_learner_ends_the_run_at_once(train, mon
     monkeypatch.setattr(SCRIPT.OtherLearners, "update", lose)
     with pytest.raises(SystemExit) as end:
         train(num_runners=2, num_learners=2, total_timesteps=512)
-    assert "a learner died: ZeroDivisionError" in end.value.code and time.perf_counter() - start < 60
+    assert "a learner died: ZeroDivisionError" in end.value.code and time.perf_counter() - start < 150
     assert "--resume" in end.value.code and list(tmp_path.glob("run*/checkpoint.pt"))
 
 
@@ -836,7 +847,7 @@ def test_actors_of_a_broken_run_do_not_keep_the_next_from_its_places(train, monk
     assert error.traceback  # which this line keeps
     start = time.monotonic()
     train(num_runners=4)
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 150
 
 
 @on_ray
@@ -893,7 +904,7 @@ def test_what_a_learner_refuses_while_it_starts_is_said_at_once(train):
 
     with mock.patch.object(SCRIPT, "make_learner", make_elsewhere), pytest.raises(SystemExit) as end:
         train(num_runners=1, num_learners=2, fragment_timeout=200)
-    assert "a learner died: there is no compiler" in end.value.code and time.monotonic() - start < 60
+    assert "a learner died: there is no compiler" in end.value.code and time.monotonic() - start < 150
 
 
 def test_versions_that_differ_are_named():

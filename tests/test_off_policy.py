@@ -108,6 +108,8 @@ def test_replay_holds_real_steps_only(train, name, num_envs):
     assert np.array_equal(next_episode, episode) and np.array_equal(next_step, step + 1)
     assert np.array_equal(reward, 100 * episode + next_step)
     assert np.array_equal(terminated == 1, (episode % 2 == 0) & (next_step == 3))
+    executed = rows[:, -2] - (tiny_envs.CHOICE.start if name == "dqn" else 0)  # which the next observation shows
+    assert np.array_equal(rows[:, 3], executed) and len(np.unique(executed)) > 2
     assert next_step[episode % 2 == 1].max() == 5  # the truncated rows are there, and not marked
 
 
@@ -594,7 +596,12 @@ def test_losses_in_the_log_are_those_of_the_last_update(steps_of, monkeypatch, n
             if name.startswith("sac"):
                 following, log_prob = networks["actor"].sample(next_obs, step.noise)
                 bonus = -networks["temperature"]() * log_prob
-                named = {"alpha": last["alpha_optimizer"].networks["temperature"]()}
+                part = last["actor_optimizer"]  # whose action the temperature learns from, too
+                chosen, density = part.networks["actor"].sample(part.batch[0], part.noise)
+                value = torch.stack([critic(part.batch[0], chosen) for critic in part.networks["critics"]]).amin(0)
+                alpha = last["alpha_optimizer"].networks["temperature"]()
+                named = {"alpha": alpha, "actor_loss": (alpha * density - value).mean()}
+                named["alpha_loss"] = (alpha * (2 - density)).mean()  # the entropy aimed at is -2, for two dimensions
             else:
                 policy, before = networks["target_actor"], last["actor_optimizer"].networks
                 low, high = policy.center - policy.scale, policy.center + policy.scale
@@ -615,6 +622,16 @@ def test_the_target_of_dqn_moves_by_tau(steps_of):
     for number, (step, following) in enumerate(pairwise(steps), start=21):  # counted from step 0 on, 5 steps each
         before, after, is_due = step.networks, following.networks, number % 2 == 0
         assert_moved(after["target_network"], before["target_network"], after["network"], 0.3 * is_due)
+
+
+def test_the_policy_of_a_checkpoint_of_sac_is_the_squashed_mean():
+    script = load("sac_continuous_action")
+    actor, obs = script.Actor(3, tiny_envs.PUSH), np.random.default_rng(1).normal(size=(5, 3))
+    envs = SimpleNamespace(obs_dim=3, action_space=tiny_envs.PUSH)
+    policy = script.load_policy({"actor": actor.state_dict(), "args": {}}, envs)
+    mean = actor.net(torch.tensor(obs, dtype=torch.float32)).detach().numpy()[:, :2]
+    low, high = tiny_envs.PUSH.low, tiny_envs.PUSH.high
+    np.testing.assert_allclose(policy(obs), low + (high - low) * (np.tanh(mean) + 1) / 2, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["dqn", "td3_continuous_action"])

@@ -28,9 +28,7 @@ NORMALIZED = {"norm_obs": True, "norm_rewards": True}
 
 @pytest.fixture
 def train(tmp_path):
-    """Train in this process, each time in a folder of its own: name, settings -> Outcome."""
-    folders = (tmp_path / f"run{i}" for i in range(100))
-    return lambda name=EAGER, **settings: helpers.call(name, **SMALL | {"run_dir": str(next(folders))} | settings)
+    return helpers.trainer(tmp_path, EAGER, SMALL)
 
 
 def arguments(script=SCRIPT, **settings):
@@ -104,7 +102,7 @@ def test_statistics_do_not_depend_on_the_number_of_runners():
 
 def test_rewards_are_divided_by_the_spread_of_discounted_returns():
     """Of those that the runner knows of, its own fragment among them."""
-    (plain, weights), (scaled, _) = runner_of([1, 2]), runner_of([1, 2], norm_rewards=True)
+    (plain, weights), (scaled, _) = runner_of([1, 2]), runner_of([1, 2], norm_rewards=True, gamma=0.9)
     norm = SCRIPT.RunningNorm(())
     discounted, returns = np.zeros(2), []
     for version in range(3):
@@ -112,7 +110,7 @@ def test_rewards_are_divided_by_the_spread_of_discounted_returns():
         report, (_, _, rows) = scaled.sample(version, weights, NOTHING[0], SCRIPT.moments(norm))
         SCRIPT.merge(norm, *report["moments"][1])
         for reward, valid in zip(raw[..., 0].astype(float), raw[..., 3], strict=True):
-            discounted = reward + 0.99 * valid * discounted
+            discounted = reward + 0.9 * valid * discounted
             returns += discounted[valid == 1].tolist()
         std = np.sqrt(np.var(returns) + 1e-8)
         assert norm.count == len(returns) and norm.std == pytest.approx(std, rel=1e-5)
@@ -291,71 +289,23 @@ def test_a_signal_is_heard_within_a_fragment_of_environments_that_do_not_wait(tr
 
 
 @pytest.mark.slow
-def test_an_environment_that_breaks_in_a_worker_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [("raise", "ValueError: the simulator\nis out of order"), ("nan", "an observation or a reward is NaN or infinite")],
+)
+def test_an_environment_that_breaks_in_a_worker_is_named(tmp_path, fault, text):
     path = tmp_path / "fault"
     settings = {"env_id": "tiny_envs:Fragile-v0", "env_kwargs": f'{{"path": "{path}"}}', "async_envs": True}
     runner, weights = runner_of([1, 2], env_backend="gymnasium", **settings)
     runner.envs.stop = mock.Mock(side_effect=RuntimeError)
-    path.write_text("raise")
+    path.write_text(fault)
     with pytest.raises(RuntimeError):
         runner.sample(0, weights, *NOTHING)
-    assert "ValueError: the simulator\nis out of order" in runner.envs.stop.call_args.args[0]
+    assert text in runner.envs.stop.call_args.args[0]
     runner.envs.close()
 
 
 # Learning
-
-
-def naive_loss(args, agent, fragment):
-    """Equation (9) on all rows of a fragment, from GAE on, as loops say it."""
-    obs, action, rows = (torch.tensor(x) for x in fragment)
-    num_steps, num_envs = action.shape[:2]
-    output, value = agent(obs.flatten(0, 1))
-    output, value = output.view(num_steps + 1, num_envs, -1), value.view(num_steps + 1, num_envs)
-    reward, terminated, truncated, valid, old_log_prob = rows.unbind(2)
-    old_value, advantage = value.detach(), torch.zeros(num_steps, num_envs)
-    for env in range(num_envs):
-        last = 0.0
-        for t in reversed(range(num_steps)):
-            delta = reward[t, env] + args.gamma * old_value[t + 1, env] * (1 - terminated[t, env]) - old_value[t, env]
-            goes_on = 1 - max(terminated[t, env], truncated[t, env])
-            last = (delta + args.gamma * args.gae_lambda * goes_on * last) * valid[t, env]
-            advantage[t, env] = last
-    kept = [(t, env) for t in range(num_steps) for env in range(num_envs) if valid[t, env]]
-    chosen = torch.stack([advantage[x] for x in kept])
-    loss = torch.zeros(())
-    for t, env in kept:
-        a = (advantage[t, env] - chosen.mean()) / (chosen.std() + 1e-8)
-        ratio = (agent.log_prob(output[t, env], action[t, env]) - old_log_prob[t, env]).exp()
-        surrogate = min(ratio * a, ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef) * a)
-        error = (value[t, env] - (advantage[t, env] + old_value[t, env])) ** 2  # the value has not moved yet
-        loss = loss - surrogate + args.vf_coef * 0.5 * error - args.ent_coef * agent.entropy(output[t, env])
-    return loss / len(kept)
-
-
-@pytest.mark.parametrize("env_id", ["tiny_envs:Choose-v0", "tiny_envs:Reach-v0"])
-def test_learning_is_a_step_down_the_loss(env_id):
-    """Of a fragment that an older policy acted in, whichever rollout brought it."""
-    name = in_float64(EAGER)
-    script, weights = load(name), []
-    with helpers.default_type_of(name):
-        for rollout in ("batched", "first-ready"):
-            args = arguments(script, env_id=env_id, rollout=rollout, num_minibatches=1, update_epochs=1)
-            runner = script.Runner(args, [1, 2])
-            spaces = runner.envs.observation_space, runner.envs.action_space
-            with runners_of(script, arguments(script, env_id=env_id, num_runners=0)) as runners:
-                older = agent_with(script, runners, 1.3)
-            _, fragment = runner.sample(0, script.get_weights(older), *NOTHING)
-            torch.manual_seed(1)
-            agent, optimizer, learn = script.make_learner(args, *spaces, torch.device("cpu"))
-            expected = torch.autograd.grad(naive_loss(args, agent, fragment), list(agent.parameters()))
-            with mock.patch.object(optimizer, "step", wraps=optimizer.step) as step:
-                losses = learn([fragment])
-            for found, x in zip(step.call_args.args[0], script.clip(expected, args.max_grad_norm), strict=True):
-                torch.testing.assert_close(found, x, rtol=1e-7, atol=1e-10)
-            assert losses[script.METRICS.index("losses/approx_kl")] > 1e-5
-            weights.append(script.get_weights(agent))
-    assert np.array_equal(*weights)
 
 
 def naive_estimate(args, agent, fragment):
@@ -373,7 +323,7 @@ def naive_estimate(args, agent, fragment):
 
 
 def naive_minibatch(args, agent, fragment, old_value, all_advantages, index):
-    """Equation (9) on the valid ones of these rows."""
+    """Equation (9) on the valid ones of these rows: the loss, and its parts as `METRICS` names them."""
     obs, action, rows = (torch.tensor(x).flatten(0, 1) for x in (fragment[0][:-1], *fragment[1:]))
     index = index[rows[index, 3] == 1]
     output, value = agent(obs[index])
@@ -387,7 +337,36 @@ def naive_minibatch(args, agent, fragment, old_value, all_advantages, index):
     if args.clip_vloss:
         change = (value - old_value[index]).clamp(-args.clip_coef, args.clip_coef)
         error = torch.max(error, (old_value[index] + change - returns).square())
-    return (-surrogate + args.vf_coef * 0.5 * error - args.ent_coef * agent.entropy(output)).mean()
+    parts = torch.stack([-surrogate.mean(), 0.5 * error.mean(), agent.entropy(output).mean()])
+    return parts[0] + args.vf_coef * parts[1] - args.ent_coef * parts[2], parts.detach()
+
+
+@pytest.mark.parametrize("env_id", ["tiny_envs:Choose-v0", "tiny_envs:Reach-v0"])
+def test_learning_is_a_step_down_the_loss(env_id):
+    """Of a fragment that an older policy acted in, whichever rollout brought it."""
+    name = in_float64(EAGER)
+    script, weights = load(name), []
+    with helpers.default_type_of(name):
+        for rollout in ("batched", "first-ready"):
+            args = arguments(script, env_id=env_id, rollout=rollout, num_minibatches=1, update_epochs=1)
+            runner = script.Runner(args, [1, 2])
+            spaces = runner.envs.observation_space, runner.envs.action_space
+            with runners_of(script, arguments(script, env_id=env_id, num_runners=0)) as runners:
+                older = agent_with(script, runners, 1.3)
+            _, fragment = runner.sample(0, script.get_weights(older), *NOTHING)
+            torch.manual_seed(1)
+            agent, optimizer, learn = script.make_learner(args, *spaces, torch.device("cpu"))
+            rows = torch.arange(args.num_steps * args.envs_per_runner)
+            loss, parts = naive_minibatch(args, agent, fragment, *naive_estimate(args, agent, fragment), rows)
+            expected = torch.autograd.grad(loss, list(agent.parameters()))
+            with mock.patch.object(optimizer, "step", wraps=optimizer.step) as step:
+                losses = learn([fragment])
+            for found, x in zip(step.call_args.args[0], script.clip(expected, args.max_grad_norm), strict=True):
+                torch.testing.assert_close(found, x, rtol=1e-7, atol=1e-10)
+            assert losses[script.METRICS.index("losses/approx_kl")] > 1e-5
+            torch.testing.assert_close(losses[:3], parts, rtol=1e-7, atol=1e-10)
+            weights.append(script.get_weights(agent))
+    assert np.array_equal(*weights)
 
 
 @pytest.mark.parametrize("settings", [{}, {"norm_adv": False}, {"clip_vloss": False}], ids=str)
@@ -411,7 +390,8 @@ def test_each_minibatch_is_a_step_down_its_loss(settings):
             return found
 
         def check(gradients):
-            loss = naive_minibatch(args, agent, now["fragment"], *now["old"], now["indices"].pop(0))
+            loss, parts = naive_minibatch(args, agent, now["fragment"], *now["old"], now["indices"].pop(0))
+            now["parts"].append(parts)
             expected = script.clip(torch.autograd.grad(loss, list(agent.parameters())), args.max_grad_norm)
             for found, x in zip(gradients, expected, strict=True):
                 torch.testing.assert_close(found, x, rtol=1e-6, atol=1e-9)
@@ -422,7 +402,10 @@ def test_each_minibatch_is_a_step_down_its_loss(settings):
                 now["fragment"] = runner.sample(version, script.get_weights(agent), *NOTHING)[1]
                 now["old"] = naive_estimate(args, agent, now["fragment"])
                 optimizer.num_rollouts.fill_(version)
+                now["parts"] = []
                 losses = learn([now["fragment"]])
+                last_epoch = torch.stack(now["parts"][-args.num_minibatches :])
+                torch.testing.assert_close(losses[:3], last_epoch.mean(0), rtol=1e-6, atol=1e-9)
                 assert not now["indices"] and losses[script.METRICS.index("losses/clipfrac")] > 0.1
     assert len(set(orders)) == 6
 
@@ -499,6 +482,7 @@ def test_frames_are_learnt_from(train, capfd):
     settings = {"env_id": "Pong-v5", "num_steps": 4}
     run = train(**settings, total_timesteps=16)
     assert {"features.conv1.weight", "critic.weight"} <= run.checkpoint["agent"].keys() and len(run.lines) == 2
+    assert run.checkpoint["optimizer"]["exp_avg"].any()
     assert "--norm-obs is for vectors" in helpers.refused(SCRIPT, capfd, **SMALL | settings, norm_obs=True)
 
 

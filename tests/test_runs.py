@@ -71,7 +71,10 @@ def test_run_folder_holds_what_the_readme_says(small_run, name):
     assert TABLE[name].small.items() <= config["args"].items()
     assert {"python", "torch", "tensordict", "gymnasium", "envpool", "numpy"} <= config["versions"].keys()
     assert torch.__version__.startswith(config["versions"]["torch"].partition("+")[0])
-    assert config["cores"] >= 1 and config["device"] and "commit" in config
+    assert config["cores"] >= 1 and config["device"]
+    if (helpers.ROOT / ".git").exists():
+        head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=helpers.ROOT, text=True)
+        assert config["commit"].removesuffix("-dirty") == head.strip()
     assert f"by {config['env_backend']}, in " in config["environments"]
 
 
@@ -899,6 +902,10 @@ def test_finished_run_is_made_longer(train, capsys, name):
     longer = helpers.outcome(run.run_dir)
     assert longer.lines[: len(run.lines)] == run.lines
     assert longer.steps()[-1] == longer.checkpoint["global_step"] > 1.5 * total
+    if on_policy(name):  # what was annealed over the run is annealed over the new one, from here on
+        rates, first = [line["charts/learning_rate"] for line in longer.lines], TABLE[name].small["learning_rate"]
+        done, both = len(run.lines), len(rates)
+        assert rates == pytest.approx([first * (1 - i / (done if i < done else both)) for i in range(both)])
 
 
 @each_script

@@ -218,7 +218,10 @@ class Odd(Tiny):
 
 
 class Fragile(Tiny):
-    """Raises, ends its process, hangs, or is slow from then on, when a file says so; of several, one."""
+    """Raises, ends its process, hangs, rewards with NaN, or is slow from then on, when a file says so.
+
+    Of several, one does.
+    """
 
     def __init__(self, path: str):
         super().__init__(CHOICE)
@@ -238,6 +241,8 @@ class Fragile(Tiny):
                 time.sleep(0.1)
             if word == "hang":
                 time.sleep(600)
+            if word == "nan":
+                return np.zeros(3, dtype=np.float32), float("nan"), False, False
             self.seconds *= 10
         time.sleep(self.seconds)
         return np.zeros(3, dtype=np.float32), 1.0, False, self.steps % 10 == 0
