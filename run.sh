@@ -144,6 +144,7 @@ case $command in
     # A machine with a GPU may have no registry to install from, but a Python that has it all
     [ -z "${PYTHON:-}" ] || start "$PYTHON" gpu "$@"
     case " $* " in *" correctness "*) install requirements-test ;; *) install requirements ;; esac
+    case " $* " in *_ray*) install requirements-ray ;; esac
     ;;
   test)
     install requirements-test

@@ -49,6 +49,7 @@ from benchmarks.common.programs import (
     num_cores,
     pairs,
     pairs_here,
+    say_left_out,
 )
 from benchmarks.common.results import (
     describe,
@@ -191,7 +192,7 @@ def compare_pairs(task: Task) -> None:
         status = f"running: {done} of {len(found) * len(task.plan.compared)}"
         task.report.write("parity", status, parity_lines(found, task.plan.compared), found)
 
-    flags, seconds = ["--device", task.plan.device], task.deadline - time.perf_counter()
+    flags, seconds = ["--device", task.plan.device], task.seconds_left()
     parity.compare_all(task.scripts, task.plan.compared, flags, seconds, task.work, task.cache, on_change)
     if not all(own.get("equal") for variants in latest.values() for own in variants.values()):
         raise RuntimeError("not all variants were seen to compute what eager does")
@@ -359,6 +360,10 @@ def check(options: Options) -> list[str]:
     check_positive(options, "time_limit", "memory_gib")
     if options.leanrl is not None and not options.leanrl.is_dir():
         fail(f"--leanrl: there is no folder {options.leanrl}")
+    if options.leanrl is not None and options.stage != "speed":
+        fail(f"--leanrl is for the stage speed, not for {options.stage}")
+    if options.variants and options.stage == "correctness":
+        fail("--variants is for the stages that measure, not for correctness")
     needed = (*NEEDED, "pytest") if options.stage == "correctness" else NEEDED
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
@@ -371,6 +376,8 @@ def check(options: Options) -> list[str]:
     if (options.out / f"{options.stage}.md").exists():
         fail(f"{options.out} holds results of this stage; name another folder")
     scripts = options.scripts or (("dqn",) if options.dry_run else tuple(pairs_here()))
+    if not options.scripts and not options.dry_run:
+        say_left_out()
     return sorted(scripts, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
 
 

@@ -36,6 +36,12 @@ def free_slots(memory: int) -> int:
     return max(1, 1024 * kilobytes // memory)
 
 
+def error_line(text: str) -> str:
+    """The last line that names an error: PyTorch's messages continue with lines of advice. Empty if there is none."""
+    named = re.findall(r"^[ \t]*((?:error: |[\w.]*(?:Error|Exception)\b).*)", text, re.MULTILINE)
+    return named[-1].strip() if named else ""
+
+
 @dataclass(eq=False)
 class Started(ABC):
     """A started program, here or on another machine: the file with its output, and how to wait for it and to end it."""

@@ -31,9 +31,10 @@ PACKAGES = (
 def git(*arguments: str) -> str:
     """Output of a git command in this repository; empty if it fails."""
     try:
-        return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
     except OSError:
         return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def package_versions() -> dict[str, str]:
@@ -291,7 +292,9 @@ def obstacles(source: dict, here: dict) -> list[str]:
     why += [f"it is of {machine_of(source)}"] if source["machine"] != here["machine"] else []
     if here["uncommitted_changes"] or not is_clean(source):
         return [*why, "then or now, scripts, benchmarks or requirements had changes or new files that no commit has"]
-    if source["commit"] != here["commit"] and is_changed(source["commit"], here["commit"]):
+    if None in (source["commit"], here["commit"]):
+        why.append("neither git nor FLATOUT_COMMIT tells whether the code is the same")
+    elif source["commit"] != here["commit"] and is_changed(source["commit"], here["commit"]):
         why.append(f"it is of commit {str(source['commit'])[:12]}")
     return why
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,6 +17,14 @@ DONE = 0.99  # share of the budget from which a run counts as complete
 SIZES = "num_steps", "num_workers", "envs_per_worker", "num_envs", "num_runners", "envs_per_runner"
 USUAL = {"matmul_precision": "highest", "bf16": False, "rollout": "batched", "sync_gradients": True}
 PACE = "num_envs", "gradient_steps"
+
+
+def in_flags(values: dict) -> str:
+    """Settings as they are typed."""
+    words = {name: name.replace("_", "-") for name in values}
+    flags = [f"--{'no-' * (x is False)}{words[name]}" for name, x in values.items()]
+    given = ["" if isinstance(x, bool) else " " + shlex.quote(str(x)) for x in values.values()]
+    return " ".join(flag + value for flag, value in zip(flags, given, strict=True))
 
 
 @dataclass(eq=False)
@@ -79,14 +88,12 @@ class Run:
         others = {name: self.args[name] for name in USUAL if self.args.get(name, USUAL[name]) != USUAL[name]}
         if others.get("matmul_precision") == "auto" and self.config.get("device", "cpu") == "cpu":
             del others["matmul_precision"]  # there it is as exact as "highest"
-        words = {True: "--{}", False: "--no-{}"}
-        return " ".join(words.get(x, "--{} " + str(x)).format(name.replace("_", "-")) for name, x in others.items())
+        return in_flags(others)
 
     @property
     def pace(self) -> str:
         """The flags that set the ratio of data collected to updates."""
-        known = {name: self.args.get(name) for name in PACE}
-        return " ".join(f"--{name.replace('_', '-')} {x}" for name, x in known.items() if x is not None)
+        return in_flags({name: x for name in PACE if (x := self.args.get(name)) is not None})
 
     @property
     def steps(self) -> int:

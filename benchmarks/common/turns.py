@@ -78,15 +78,11 @@ class Contestant:
 
 
 def end_of(child: processes.Child) -> str:
-    """What went wrong in a process that failed: the line that names the error, or the last line, or the signal.
-
-    PyTorch's error messages continue with lines of advice after the one that names the error.
-    """
+    """What went wrong in a process that failed: the line that names the error, or the last line, or the signal."""
     code = child.poll()
     if code < 0:
         return f"ended by {signal.Signals(-code).name}"
-    named = re.findall(r"^(?:error: |[\w.]*(?:Error|Exception)\b).*", child.last_lines(100), re.MULTILINE)
-    return (named[-1] if named else child.last_lines(1)) or f"exit code {code}"
+    return processes.error_line(child.last_lines(100)) or child.last_lines(1) or f"exit code {code}"
 
 
 def compile_settings(cache: Path, jobs: int) -> dict[str, str]:

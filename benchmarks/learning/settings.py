@@ -1,12 +1,12 @@
 """The settings of runs: which of them count, which tell runs apart, and how a row of a report is named after those."""
 
 import json
-import shlex
 from itertools import product, takewhile
 from typing import NamedTuple
 
 from benchmarks.common import runs
 from benchmarks.common.programs import SUFFIX, fields_of, pairs
+from benchmarks.common.runs import in_flags
 
 MOST_IN_A_LABEL = 4  # settings by which a row is named; if more differ, it gets a short name
 # Not settings: they name the run or its place
@@ -51,14 +51,6 @@ def changed_settings(run: runs.Run) -> dict:
 def in_words(changed: dict) -> str:
     """What was changed where a run was resumed."""
     return "with " + ", ".join(f"{name} = {value}" for name, value in changed.items())
-
-
-def in_flags(values: dict) -> str:
-    """Settings as they are typed."""
-    words = {name: name.replace("_", "-") for name in values}
-    flags = [f"--{'no-' * (x is False)}{words[name]}" for name, x in values.items()]
-    given = ["" if isinstance(x, bool) else " " + shlex.quote(str(x)) for x in values.values()]
-    return " ".join(flag + value for flag, value in zip(flags, given, strict=True))
 
 
 def differing_settings(members: list[runs.Run]) -> list[dict]:

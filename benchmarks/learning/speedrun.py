@@ -45,6 +45,7 @@ from benchmarks.common.results import (
     table,
 )
 from benchmarks.learning.time_to_score import (
+    HEADER,
     Contestant,
     cells,
     contestants_of,
@@ -121,8 +122,7 @@ def board(results: list[dict]) -> list[str]:
         tasks.setdefault(f"{result['env_id']} to {result['score']:,g}, {where}", []).append(result)
     lines = []
     for task, own in tasks.items():
-        header = [task, "got there", "seconds until then [95 %]", "seconds for each that got there"]
-        header += ["steps of those, median"]
+        header = [task, *HEADER]
         header += [f"times as fast as {LABELS[name]} [95 %]" for name in (DEFAULTS, SB3)]
         lines += [*table(header, [row for result in own for row in rows_on_board(result)]), ""]
     return lines
@@ -155,6 +155,8 @@ def check(options: Options) -> None:
     task = "--env-id", "--seed", "--env-kwargs", "--frame-skip", "--repeat-action-probability", "--full-action-space"
     if any(word.replace("_", "-").startswith(task) for word in split_flags(options.flags)):
         fail("--flags: a record is for the task as it is, and for any seed")
+    if options.cache == "warm" and not options.variant.startswith("compile"):
+        fail(f"--cache warm: the variant {options.variant} compiles nothing")
     check_once(options, "beside")
     check_installed(tuple(name.removesuffix(AT_DEFAULTS) for name in options.beside if name == SB3))
     make_folder(options.out)

@@ -14,7 +14,6 @@ Leaves: OUT/runs with a folder for each run, OUT/output, OUT/journal.jsonl, and 
 import fcntl
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -165,7 +164,7 @@ def to_go_on(options: Options) -> str:
     words = ["./run.sh", "sweep", "--resume"]
     for name in ("out", "jobs", "timeout", "ray_address", "cpus_per_run", "gpus_per_run"):
         if (value := getattr(options, name)) != getattr(Options, name):
-            words += [f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value)]
+            words += [f"--{name.replace('_', '-')}", f"{value:.15g}" if isinstance(value, float) else str(value)]
     return shlex.join(words)
 
 
@@ -253,9 +252,7 @@ def ended(job: Job, options: Options, journal: Journal) -> bool:
 def last_error(output: Path) -> str:
     """The last line of a run's output that names an error or, if none does, the last one."""
     text = output.read_text(errors="replace") if output.exists() else ""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"error: |[\w.]*(Error|Exception)\b", line)]
-    return (errors or lines or ["no output"])[-1]
+    return processes.error_line(text) or (text.strip().splitlines() or ["no output"])[-1].strip()
 
 
 def add_failures(page: Path, failed: list[Job], options: Options) -> None:

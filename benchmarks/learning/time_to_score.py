@@ -64,6 +64,7 @@ from benchmarks.throughput import peers
 
 LOOK = 0.5  # seconds between two reads of a log: the time that counts is the line's, not the read's
 DEFAULT = ("ppo", "dqn")  # algorithms whose tasks are measured if no task is named
+HEADER = ("got there", "seconds until then [95 %]", "seconds for each that got there", "steps of those, median")
 INTRODUCTION = f"""
 Wall time from the start of the process, imports and compiling included, until the mean return of the last
 {runs.LAST_EPISODES} training episodes first reaches a score. A run that never does counts with its whole length. "For
@@ -285,9 +286,7 @@ def cells(name: str, results: list[dict], others: list[list[dict] | None]) -> li
 def section(result: dict) -> list[str]:
     """What Markdown says on one task."""
     contestants = result["contestants"]
-    header = ["program", "got there", "seconds until then [95 %]", "seconds for each that got there"]
-    header += ["steps of those, median"]
-    header += ["times as fast as SB3 [95 %]", "as eager [95 %]"]
+    header = ["program", *HEADER, "times as fast as SB3 [95 %]", "as eager [95 %]"]
     others = [contestants.get("sb3"), contestants.get("eager")]
     rows = [cells(plots.label(name), own, others) for name, own in contestants.items()]
     title = f"## {result['script']} on {result['env_id']}, to {result['score']:,g}"
@@ -375,7 +374,8 @@ def main(options: Options) -> int:
     targets = []
     for task, score, contestants in plans:
         path, names = options.out / file_name(*task, options.flags), [x.name for x in contestants]
-        effort, question = {"timeout": options.timeout}, {"score": score, "contestants": names}
+        effort = {"timeout": options.timeout}
+        question = {"score": score, "contestants": names, "flags": options.flags}
         targets.append(Target(path, effort, **question, seeds=list(options.seeds)))
     begun = [target.begun().get("contestants", {}) for target in targets]
     lacks = [not x or has_failed(x) or min(map(len, x.values())) < len(options.seeds) for x in begun]

@@ -46,14 +46,12 @@ from benchmarks.common.programs import (
 )
 from benchmarks.common.results import make_folder, provenance, stoppable, write_json
 from benchmarks.learning import sweep
-from benchmarks.learning.tune_space import Space, parse_all
+from benchmarks.learning.tune_space import OWN, Space, parse_all
 
 POPULATIONS = ("pbt", "pb2")
 ORIGIN = "provenance.json"  # of the search: commit, versions and machine at its start
 REDUCTION = 3  # at each rung, ASHA lets one in this many trials continue
 INTERVALS_BY_DEFAULT = 10
-# What --flags may not set, as tune does or as it would be another task
-KEPT = ("seed", "run_dir", "resume", "override", "checkpoint_every", "env_id", "total_timesteps")
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a trial that requests no GPU still sees all of them
@@ -81,7 +79,8 @@ class Options:
     interval: int | None = None  # environment steps between two decisions; by default a tenth of a trial
     seeds_per_trial: int = 1  # runs of each trial, each with its own seed
     check_seeds: int = 5  # fresh seeds on which the best and the default settings are trained at the end; 0 for none
-    cpus_per_trial: float | None = None  # CPU cores, also fractions; default 1, or what lets a whole population run
+    # CPU cores, also fractions; default 1, or what lets a whole population run. If --jobs is given, that decides
+    cpus_per_trial: float | None = None
     gpus_per_trial: float = 0.0  # GPUs, or a fraction of one; at 0 all trials share the GPUs there are
     jobs: int | None = None  # trials in parallel; by default as many as there are cores and GPUs for
     flags: str = ""  # extra flags for all runs, as in --flags="--num-envs 8"
@@ -140,8 +139,8 @@ def check_flags(options: Options, names: list[str]) -> None:
     for name in typed:
         if name in names:
             fail(f"--flags: {name} is searched")
-        if name in KEPT:
-            fail(f"--flags: {name} is set by tune, which has flags of its own for the task and the budget")
+        if name in OWN:
+            fail(f"--flags: {name} is set by tune, which has flags of its own for the task, the budget and the folder")
     check_settings([*options.program, *options.fixed])
 
 

@@ -18,7 +18,7 @@ FORMS = "uniform(a,b), loguniform(a,b), quniform(a,b,step), randint(a,b) or a li
 OWN = (
     "exp_name", "seed", "run_dir", "resume", "override", "checkpoint_every", "tensorboard", "track",
     "wandb_project_name", "wandb_entity", "env_id", "total_timesteps",
-)  # fmt: skip  # settings that tune sets itself, or that make it another task
+)  # fmt: skip  # settings that name a run or its log, that tune sets itself, or that make it another task
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def type_name(field: Field) -> str:
 def check_name(flag: str, name: str, known: dict[str, Field], script: str) -> None:
     """Refuse a name that is no setting of the script, or one that is not to be searched."""
     if name in OWN:
-        fail(f"{flag} {name}: tune sets it itself, or it would be another task")
+        fail(f"{flag} {name}: it names runs or their logs, tune sets it itself, or it would be another task")
     if name not in known:
         hint = did_you_mean(name, [x for x in known if x not in OWN])
         fail(f"{flag} {name}: {script} has no such setting{hint}")

@@ -126,8 +126,11 @@ def take_cores(folder: Path, slots: int) -> tuple[object, set[int] | None]:
         except BlockingIOError:
             file.close()
             continue
+        except OSError:  # a file system without locks: each trial takes all cores
+            file.close()
+            break
         return file, share_of_cores(slot, slots)
-    return None, None  # a trial that is ending has not released its share yet
+    return None, None  # or a trial that is ending has not released its share yet
 
 
 def as_it_ended(history: History) -> dict:

@@ -100,8 +100,7 @@ def ways_of(env_id: str, num_envs: int) -> list[str]:
 def measure(env_id: str, num_envs: int, options: Options, bar: tqdm) -> dict:
     """Run all rounds with this many environments, stepped in each way."""
     task, ways = TASKS[env_id], ways_of(env_id, num_envs)
-    limits = {"seconds": options.seconds, "window": min(2.0, options.seconds / 4), "timeout": options.timeout}
-    settings, results = throughput.Options(rounds=options.rounds, **limits), {way: [] for way in ways}
+    settings, results = throughput.limits_of(options.seconds, options.timeout), {way: [] for way in ways}
     sizes = ["--env-id", env_id, "--num-envs", str(num_envs), "--num-steps", str(task.rollout // num_envs)]
     for turn, way in turns.in_turns(ways, options.rounds):
         bar.set_postfix_str(f"{num_envs} x {env_id}: {way}, round {turn + 1}")

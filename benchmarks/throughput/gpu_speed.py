@@ -106,7 +106,8 @@ def measure(
     def publish() -> None:
         nonlocal published
         seen = {script: own for script, own in pairs.items() if any(x.is_measured or x.error for x in own.values())}
-        on_change([result_of(script, own, device) for script, own in seen.items()])
+        if seen:  # else there is nothing to draw yet
+            on_change([result_of(script, own, device) for script, own in seen.items()])
         published = time.perf_counter()
 
     def on_turn(_contestant: turns.Contestant) -> None:

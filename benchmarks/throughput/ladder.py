@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.common import plots, processes, steady, turns
+from benchmarks.common import plots, processes, turns
 from benchmarks.common.programs import AS_MODULE, check_known, check_once, check_positive, fail, often_logged
 from benchmarks.common.results import (
     Target,
@@ -85,9 +85,8 @@ def described(script: str, options: Options, env_id: str, deviations: dict, resu
 def measure(script: str, options: Options, bar: tqdm, on_round: Callable[[dict], None] = lambda _: None) -> dict:
     """All rounds of the ladder of a pair; `on_round` gets the result so far after each."""
     bar.set_postfix_str(f"{script}: comparing all rungs")
-    deviations, window = check_rungs(script), min(steady.WINDOW, options.seconds / 4)
-    limits = {"seconds": options.seconds, "window": window, "timeout": options.timeout}
-    settings, tricks = throughput.Options(rounds=options.rounds, **limits), LADDERS[script]
+    deviations, tricks = check_rungs(script), LADDERS[script]
+    settings = throughput.limits_of(options.seconds, options.timeout)
     results, numbers, env_id = {str(i): [] for i in range(len(tricks))}, range(len(tricks)), "unknown"
     with tempfile.TemporaryDirectory() as caches:
         for turn, i in turns.in_turns(numbers, options.rounds):

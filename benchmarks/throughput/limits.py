@@ -217,8 +217,7 @@ def measured_calls(script: str, timeout: float) -> dict:
 
 def measure_round(script: str, options: Options, cache: Path, turn: int) -> tuple[dict, str]:
     """(microseconds per step of each part and of a compiled step, or `failed`; the environment's name, if known)."""
-    window = min(steady.WINDOW, options.seconds / 4)
-    limits = throughput.Options(seconds=options.seconds, window=window, timeout=options.timeout)
+    limits = throughput.limits_of(options.seconds, options.timeout)
     flags = ["--no-tensorboard", *same_phase(script), *often_logged(script), "--seed", str(turn + 1)]
     program = [*AS_MODULE, "benchmarks.throughput.ceilings", "env", str(SCRIPTS / f"{script}.py"), *flags]
     alone = throughput.Options(seconds=max(options.seconds / 4, 2 * steady.WINDOW), timeout=options.timeout)

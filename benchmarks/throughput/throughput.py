@@ -100,6 +100,11 @@ class Options:
     out: Path = Path("runs/throughput")  # results folder; those of RESULTS.md are in benchmarks/results/throughput
 
 
+def limits_of(seconds: float, timeout: float) -> Options:
+    """Options of `measure` for commands that measure shorter runs: windows are a quarter of a run, or shorter."""
+    return Options(seconds=seconds, window=min(steady.WINDOW, seconds / 4), timeout=timeout)
+
+
 def follow(child: processes.Child, log: Path, options: Options, learns: bool) -> float | None:
     """Wait until the log holds enough steady seconds; returns the wall time to the line of the first update.
 
@@ -370,7 +375,7 @@ def section(result: dict) -> list[str]:
     header = ["program", "steady steps/s [quartiles]", "of a whole run"]
     header += [f"to {plots.label(peer)} [95 %]" for peer in peer_columns(result)] + ["to eager [95 %]"]
     header += ["first update, cold / warm (s)", "pays after steps from there, cold / warm"]
-    header += ["peak memory (MB)", "cores used"]
+    header += ["peak memory (MiB)", "cores used"]
     cells = [contestant_cells(result, name) for name in result["contestants"]]
     if result["published"]:
         cells += [
@@ -443,6 +448,8 @@ def check(options: Options) -> list[str]:
         fail(f"--seconds {options.seconds:g} is less than --window, which is {options.window:g} here")
     if options.whole_steps < 0:
         fail("--whole-steps must be 0 or more")
+    if options.whole_rounds != Options.whole_rounds and not options.whole_steps:
+        fail("--whole-rounds is for whole runs: say how long they are by --whole-steps")
     scripts = list(options.scripts) or pairs_here()
     if not options.scripts:
         say_left_out()
@@ -460,7 +467,7 @@ def check(options: Options) -> list[str]:
         fail("--whole-steps: leave it out beside cleanrl and leanrl, whose logs and checkpoints are not written here")
     check_installed(options.peers)
     for script, variant in product(scripts, options.variants or default_variants()):
-        check_settings([*command(script, variant), *split_flags(options.flags)])
+        check_settings([*command(script, variant), "--no-tensorboard", *split_flags(options.flags)])
     make_folder(options.out)
     return scripts
 

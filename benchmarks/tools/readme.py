@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.acting import inference, rollout
-from benchmarks.common import plots, stats
+from benchmarks.common import plots, runs, stats
 from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import CLONES, ROOT, SCRIPTS, SUFFIX, fail
 from benchmarks.common.results import commit_of, estimate, machine_of, plural, table
@@ -284,10 +284,10 @@ def score_cell(results: list[dict]) -> str:
     own = time_to_score.summarize(results)
     if not own["runs"]:
         return "failed" if results else "-"
-    runs = own["runs"] + own["failed"]
+    count = own["runs"] + own["failed"]
     each = f"{own['each']:,.0f} for each success" if own["reached"] else f"never within {own['mean']:,.0f}"
-    mean = each if own["reached"] < runs else time_to_score.mean_cell(own, ",.0f")
-    return f"{mean}, {own['reached']} of {runs}"
+    mean = each if own["reached"] < count else time_to_score.mean_cell(own, ",.0f")
+    return f"{mean}, {own['reached']} of {count}"
 
 
 def ladder_section() -> list[str]:
@@ -351,7 +351,7 @@ def gpu_section() -> list[str]:
             ratios["beside LeanRL"] = throughput.ratio(result["contestants"], fastest, "leanrl")
         gains = {name: estimate(x["ratio"], x["interval"], ".1f") for name, x in ratios.items()}
         windows += [sum(len(turn["speeds"]) for turn in x["rounds"]) for x in own.values() if "rounds" in x]
-        published = getattr(throughput.TABLE.get(result["script"]), "leanrl", None) or {}
+        published = getattr(TABLE.get(result["script"]), "leanrl", None) or {}
         equal = [x["equal"] for x in same.get(result["script"], {}).values()]
         rows.append([row_name(result) + (mark("gpu/speed.json") or mark("gpu/parity.json"))])
         rows[-1] += [f"{known[name]:,.0f}" if name in known else "-" for name in names]
@@ -460,10 +460,8 @@ def learning_rows(summary: dict) -> list[list[str]]:
 def with_settings(flags: str, row: dict) -> str:
     """Flags, and those of settings of a row that are not among them."""
     given = {word.removeprefix("--").removeprefix("no-").replace("-", "_") for word in flags.split()}
-    names = {name: name.replace("_", "-") for name in row.get("settings") or {} if name not in given}
-    values = {name: row["settings"][name] for name in names}
-    more = [f"--{'no-' * (x is False)}{names[name]}" + f" {x}" * (type(x) is not bool) for name, x in values.items()]
-    return " ".join([*flags.split(), *more])
+    more = runs.in_flags({name: x for name, x in (row.get("settings") or {}).items() if name not in given})
+    return f"{' '.join(flags.split())} {more}".strip()
 
 
 def pooled(summaries: list[dict]) -> list[dict]:

@@ -112,7 +112,7 @@ def has_changed(file: str, commit: str, pair: str, result: str) -> bool:
         return True
     now = code((ROOT / file).read_text()) if (ROOT / file).exists() else None
     before = commit
-    for after in (git("log", "--reverse", "--format=%H", f"{commit}..HEAD", "--", file) or "").split():
+    for after in git("log", "--reverse", "--format=%H", f"{commit}..HEAD", "--", file).split():
         # What a commit did is asked last, as that takes tenths of a second
         if not keeps_results(after, pair, result) and code_at(file, before) != code_at(file, after):
             return code_at(file, commit) != now
