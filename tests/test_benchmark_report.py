@@ -1,15 +1,18 @@
 """./run.sh report on synthetic run folders."""
 
 import json
+import shlex
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
+import tyro
 from benchmark_helpers import benchmark, make_line, make_run, refusal
 
 from benchmarks.common import plots, runs, stats
-from benchmarks.learning import report
+from benchmarks.common.programs import load_script
+from benchmarks.learning import report, sweep
 
 COMPILE = {"script": "ppo_torchcompile.py", "args": {"compile": True, "cudagraphs": True}}
 
@@ -90,6 +93,24 @@ def test_settings_that_are_not_the_defaults_are_told(tmp_path):
     (row,) = report.write_report([tmp_path], tmp_path / "out")["rows"]
     assert row["settings"] == {"learning_rate": 1e-3, "num_envs": 8}
     assert "all with learning_rate = 0.001, num_envs = 8" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_row_says_how_to_train_its_runs(tmp_path):
+    """By a command of `sweep` that plans runs of these settings; none for runs that differ, or changed on the way."""
+    args = {"num_envs": 8, "anneal_lr": False, "env_kwargs": '{"goal": 3}', "compile": True, "run_dir": "x"}
+    for seed in (3, 4):
+        make_run(tmp_path / f"a{seed}", curve(400), script="ppo_torchcompile.py", seed=seed, total=500_000, args=args)
+    resumed = [{"global_step": 1000, "commit": "c0ffee", "changed": {"gamma": 0.9}}]
+    make_run(tmp_path / "b", curve(400), script="dqn.py", total=500_000, resumed=resumed)
+    changed, row = report.write_report([tmp_path], tmp_path / "out")["rows"]
+    assert changed["command"] is None and f"- `{row['command']}`" in (tmp_path / "out" / "report.md").read_text()
+    program, name, *words = shlex.split(row["command"])
+    jobs = sweep.plan(tyro.cli(sweep.Options, args=words))
+    assert [program, name, len(jobs)] == ["./run.sh", "sweep", 2]
+    planned = [vars(tyro.cli(load_script(Path(job.arguments[1])).Args, args=job.arguments[2:])) for job in jobs]
+    for seed, x in zip((3, 4), planned, strict=True):
+        wanted = args | {"run_dir": None, "seed": seed, "env_id": "CartPole-v1", "total_timesteps": 500_000}
+        assert {name: x[name] for name in wanted} == wanted
 
 
 def test_scripts_are_compared_at_the_same_steps_and_seconds(tmp_path):

@@ -14,14 +14,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 from benchmarks.acting.networks import draw_inputs, make_act
-from benchmarks.acting.paths import Built, build
+from benchmarks.acting.paths import FIRST_CALLS, Built, build, build_and_call
 from benchmarks.common import stats, steady, turns
 
 TOLERANCE = 1e-4  # of outputs, absolute below 1 and relative above: float32 sums in another order
-FIRST_CALLS = 4  # calls that may still compile, or record a graph
 FLIPS = 1e-3  # share of discrete actions that may differ, as rounding decides between equally good ones
 REFRESHES = 5  # timed refreshes
 
@@ -93,17 +91,10 @@ def prepare(settings: dict, batch_size: int) -> Case:
     act = make_act(settings["network"]).to(device)
     inputs = draw_inputs(settings["network"], act, batch_size, device)
     expected = copies(act(*inputs))
-    counters.clear()
-    start = time.perf_counter()
-    built = build(settings["path"], act, inputs)
-    outputs = copies(built.call(*inputs))
-    for _ in range(FIRST_CALLS - 1):
-        built.call(*inputs)
-    seconds = time.perf_counter() - start
-    graphs = counters["stats"]["unique_graphs"]
-    if built.compiles and not graphs:
-        raise RuntimeError("nothing was compiled")
-    error = max(difference(outputs, expected), difference(copies(built.call(*inputs)), expected))
+    outputs = []
+    run = lambda built: outputs.append(copies(built.call(*inputs)))  # noqa: E731
+    built, seconds, graphs = build_and_call(settings["path"], act, inputs, run)
+    error = max(difference(x, expected) for x in outputs)
     weights, refresh_seconds = follow_weights(act, built, inputs)
     row = {"path": settings["path"], "batch_size": batch_size, "compile_seconds": seconds, "compiled_graphs": graphs}
     row |= {"equal": error <= TOLERANCE, "difference": error, "weights": weights, "refresh_seconds": refresh_seconds}

@@ -190,7 +190,7 @@ class Deterministic(nn.Module):
         return act
 
 
-class RLlibCNN(nn.Module):
+class RLlibCNN(Categorical):
     """RLlib's default network for 84x84 images, with the outputs of PPO for discrete actions.
 
     By its documentation: filters 16 of 8x8 by 4, 32 of 4x4 by 2, both padded to keep ceil(size / stride), and 256 of
@@ -198,8 +198,8 @@ class RLlibCNN(nn.Module):
     """
 
     def __init__(self, _script: None, obs_shape: tuple[int, ...], num_actions: int):
-        super().__init__()
-        self.num_actions = num_actions
+        nn.Module.__init__(self)
+        self.num_actions, self.is_image = num_actions, True
         self.body = nn.Sequential(
             nn.ZeroPad2d((2, 2, 2, 2)), nn.Conv2d(obs_shape[0], 16, 8, stride=4), nn.ReLU(),
             nn.ZeroPad2d((1, 2, 1, 2)), nn.Conv2d(16, 32, 4, stride=2), nn.ReLU(),
@@ -207,17 +207,10 @@ class RLlibCNN(nn.Module):
         )  # fmt: skip
         self.policy, self.value = nn.Linear(256, num_actions), nn.Linear(256, 1)
 
-    def draw_noise(self, rows: int) -> Tensor:
-        return gumbel_noise(rows, self.num_actions)
-
-    def forward(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
+    def agent(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities (B, A) and value (B,)."""
         features = self.body(obs)
-        log_probs = self.policy(features).log_softmax(1)
-        action = (log_probs + noise).argmax(1)
-        return action, log_probs.gather(1, action.unsqueeze(1)).squeeze(1), self.value(features).squeeze(1)
-
-    def in_numpy(self):
-        raise NotImplementedError(NO_NUMPY)
+        return self.policy(features).log_softmax(1), self.value(features).squeeze(1)
 
 
 KINDS = {

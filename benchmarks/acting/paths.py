@@ -6,6 +6,7 @@ Each is built for one input shape. One that can't be built here raises an error 
 import importlib.util
 import io
 import tempfile
+import time
 import types
 import warnings
 from collections.abc import Callable
@@ -15,8 +16,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 Tensors = tuple[Tensor, ...]
+FIRST_CALLS = 4  # calls that may still compile, or record a graph
 
 
 @dataclass
@@ -36,6 +39,21 @@ def path_names(device: torch.device) -> list[str]:
     if device.type == "cuda":
         return ["eager", *compiled, "CudaGraphModule", "inductor+CudaGraphModule", "aoti"]
     return ["eager", *compiled, "aoti", "ort", "numpy"]
+
+
+def build_and_call(
+    path: str, act: nn.Module, inputs: Tensors, run: Callable[[Built], None]
+) -> tuple[Built, float, int]:
+    """Build a way and `run` it a few times -> the way, seconds that this took, compiled graphs."""
+    counters.clear()
+    start = time.perf_counter()
+    built = build(path, act, inputs)
+    for _ in range(FIRST_CALLS):
+        run(built)
+    seconds, graphs = time.perf_counter() - start, counters["stats"]["unique_graphs"]
+    if built.compiles and not graphs:
+        raise RuntimeError("nothing was compiled")
+    return built, seconds, graphs
 
 
 def separate(act: nn.Module) -> Callable[..., Tensors]:

@@ -5,7 +5,6 @@ Builds the actor, freezes until it is woken, then samples alternately with it an
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -14,10 +13,9 @@ import gymnasium as gym
 import numpy as np
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 from benchmarks.acting.networks import make_act
-from benchmarks.acting.paths import Tensors, build
+from benchmarks.acting.paths import FIRST_CALLS, Tensors, build, build_and_call
 from benchmarks.common import stats, turns
 from benchmarks.common.programs import SCRIPTS, load_script
 
@@ -29,7 +27,6 @@ ACTORS = {
     "numpy": "numpy",
 }  # fmt: skip
 ROLLOUT = 256  # steps whose rows are kept, in a ring buffer
-FIRST_CALLS = 4  # calls that may still compile, or record a graph
 
 
 def make_view(script: ModuleType, num_envs: int, device: torch.device) -> Callable[[np.ndarray], Tensor]:
@@ -93,14 +90,8 @@ class Sampler:
 def measure(settings: dict) -> dict:
     """The row of one actor: environment steps/s, beside those of the uncompiled policy."""
     sampler = Sampler(settings["family"], settings["backend"], settings["num_envs"], torch.device(settings["device"]))
-    counters.clear()
-    start = time.perf_counter()
-    built = build(ACTORS[settings["actor"]], sampler.act, sampler.inputs())
-    for _ in range(FIRST_CALLS):
-        sampler.step(built.call)
-    seconds, graphs = time.perf_counter() - start, counters["stats"]["unique_graphs"]
-    if built.compiles and not graphs:
-        raise RuntimeError("nothing was compiled")
+    run = lambda built: sampler.step(built.call)  # noqa: E731
+    built, seconds, graphs = build_and_call(ACTORS[settings["actor"]], sampler.act, sampler.inputs(), run)
     off = build("eager", sampler.act, sampler.inputs()).call
     turns.wait_for_turn()
     sampler.steps = sampler.all_rows = 0

@@ -81,6 +81,15 @@ class Started(ABC):
             self.kill()
         return self.poll()
 
+    def finish(self, seconds: float) -> str | None:
+        """Wait for its end, and end it after so long; returns why it did not end well by itself, if so."""
+        try:
+            self.wait(seconds)
+        finally:
+            why = self.failure() if self.poll() is not None else f"no end after {seconds:g} s"
+            self.stop()
+        return why
+
     def failure(self) -> str | None:
         """How it failed, in words; None if it runs or ended well."""
         code = self.poll() or 0

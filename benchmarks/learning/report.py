@@ -29,7 +29,7 @@ from benchmarks.common import plots, runs, stats
 from benchmarks.common.pairs import TABLE
 from benchmarks.common.programs import ROOT, fail
 from benchmarks.common.results import describe, estimate, plural, provenance, table, write_json, write_whole
-from benchmarks.learning.settings import Group, a_repeat, changed_settings, groups, in_words, settings
+from benchmarks.learning.settings import Group, a_repeat, changed_settings, command_for, groups, in_words, settings
 
 REFERENCE = ROOT / "benchmarks" / "reference" / "scores.csv"
 MIN_SEEDS = 5  # fewest seeds for a verdict: with three, 20 % of intervals would tell equals apart, with five 7 %
@@ -165,7 +165,7 @@ def summarize_group(group: Group, reference: dict) -> tuple[dict, list[runs.Run]
             steps = " and ".join(f"{x.get('global_step', 0):,}" for x in resumed)
             parts = [f"resumed at step {steps}", *commits, *map(in_words, changed)]
             row["notes"].append(f"{run.dir.name}: {'; '.join(parts)}")
-    row["settings"] = changed_settings(kept[0])
+    row["settings"], row["command"] = changed_settings(kept[0]), command_for(kept)
     if row["settings"] and not row.get("mixed"):
         row["notes"].append(f"all {in_words(row['settings'])}")
     row["versions"] = kept[0].config.get("versions", {})
@@ -428,6 +428,8 @@ def markdown(report: dict, by_seconds: bool = True) -> str:
     lines += listing("Left out", left_out)
     names = [(f"{row['script']}, {row['env_id']}, {row['variant']}", row["notes"]) for row in rows]
     lines += listing("Notes", [f"{name}: {note}" for name, notes in names for note in notes])
+    again = {row["command"]: f"`{row['command']}`" for row in rows if row.get("command")}  # older reports lack it
+    lines += listing("To train such runs", list(again.values()))
     return "\n".join([*lines, f"Reported {describe(report['provenance'])}", ""])
 
 

@@ -1,11 +1,12 @@
 """The settings of runs: which of them count, which tell runs apart, and how a row of a report is named after those."""
 
 import json
+import shlex
 from itertools import product, takewhile
 from typing import NamedTuple
 
 from benchmarks.common import runs
-from benchmarks.common.programs import SUFFIX, fields_of, pairs
+from benchmarks.common.programs import SUFFIX, VARIANTS, fields_of, pairs
 from benchmarks.common.runs import in_flags
 
 MOST_IN_A_LABEL = 4  # settings by which a row is named; if more differ, it gets a short name
@@ -46,6 +47,19 @@ def changed_settings(run: runs.Run) -> dict:
     usual = defaults(run.script)
     own = {name: value for name, value in json.loads(settings(run)).items() if name in usual}
     return {name: value for name, value in own.items() if value != usual[name] and name != "total_timesteps"}
+
+
+def command_for(kept: list[runs.Run]) -> str | None:
+    """The command that trains such runs anew; None if they differ in more than seeds, or are not of our scripts."""
+    first, totals = kept[0], {run.args.get("total_timesteps") for run in kept}
+    changed = any(part.get("changed") for run in kept for part in run.config.get("resumed", []))
+    alike = len({settings(run) for run in kept}) == len({run.variant for run in kept}) == len(totals) == 1
+    if first.script not in pairs() or first.variant not in VARIANTS or None in totals or changed or not alike:
+        return None
+    own = {name: x for name, x in changed_settings(first).items() if name not in ("compile", "cudagraphs")}
+    words = ["./run.sh", "sweep", "--scripts", first.script, "--variants", first.variant, "--env-ids", first.env_id]
+    words += ["--seeds", *(str(run.seed) for run in kept), "--total-timesteps", str(*totals)]
+    return shlex.join([*words, *([f"--flags={in_flags(own)}"] if own else [])])
 
 
 def in_words(changed: dict) -> str:

@@ -97,12 +97,10 @@ class Journal:
         lines = read_journal(path)
         if lines and not resume:
             fail(f"{path.parent} holds a sweep; --resume goes on with it, --out names another folder")
-        if lines and "settings" not in lines[0]:
-            fail(f"the first line of {path}, with the settings, is damaged: begin anew, with another --out")
         for line in lines[1:]:
             self.states[line.get("run")] = line.get("state")
         if lines:
-            self.settings = lines[0]["settings"]
+            self.settings = saved_settings(path)
             self.file.write("\n")  # the last line may have been cut off
         else:
             self.write({"settings": settings})
@@ -127,6 +125,14 @@ def read_journal(path: Path) -> list[dict]:
         with suppress(ValueError):
             lines += [line] if isinstance(line := json.loads(text), dict) else []
     return lines
+
+
+def saved_settings(journal: Path) -> dict | None:
+    """The settings in the first line of a journal; None if it has no lines."""
+    lines = read_journal(journal)
+    if lines and "settings" not in lines[0]:
+        fail(f"the first line of {journal}, with the settings, is damaged: begin anew, with another --out")
+    return lines[0]["settings"] if lines else None
 
 
 def settings_of(options: Options) -> dict:
@@ -155,8 +161,8 @@ def resumed(options: Options, saved: dict) -> Options:
 
 def settled(options: Options) -> Options:
     """The options with nothing left open; of a resumed sweep its own, if its journal can be read."""
-    lines = read_journal(options.out / "journal.jsonl") if options.resume else []
-    return resumed(options, lines[0]["settings"] if lines and "settings" in lines[0] else settings_of(options))
+    saved = saved_settings(options.out / "journal.jsonl") if options.resume else None
+    return resumed(options, saved or settings_of(options))
 
 
 def to_go_on(options: Options) -> str:

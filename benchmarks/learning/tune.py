@@ -235,12 +235,9 @@ def begin(options: Options) -> tuple[Options, Search, sweep.Journal]:
         given = [name for name, value in asdict(defaults).items() if getattr(options, name) != value]
         if given:
             fail(f"--{given[0].replace('_', '-')}: a resumed search keeps its settings; leave this flag out")
-        lines = sweep.read_journal(options.resume / "journal.jsonl")
-        if not lines:
+        if (first := sweep.saved_settings(options.resume / "journal.jsonl")) is None:
             fail(f"there is no search in {options.resume} to go on with")
-        if "settings" not in lines[0]:
-            fail(f"the first line of {options.resume / 'journal.jsonl'}, with the settings, is damaged: begin anew")
-        saved = {name: tuple(x) if isinstance(x, list) else x for name, x in lines[0]["settings"].items()}
+        saved = {name: tuple(x) if isinstance(x, list) else x for name, x in first.items()}
         if unknown := set(saved) - set(asdict(defaults)):
             fail(f"{options.resume}: its settings are of another version: {', '.join(sorted(unknown))}")
         options = Options(**saved, resume=options.resume, out=options.resume)

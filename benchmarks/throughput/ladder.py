@@ -59,14 +59,8 @@ def check_rungs(script: str) -> dict[str, dict]:
         result = Path(folder, "result.json")
         program = [*AS_MODULE, "benchmarks.throughput.rungs", "--check", script, str(result)]
         child = processes.start(program, Path(folder, "output"), TORCHINDUCTOR_CACHE_DIR=str(Path(folder, "cache")))
-        try:
-            code = child.wait(CHECK_SECONDS)
-        finally:
-            child.kill()
-        if code is None:
-            fail(f"the rungs of {script} were not compared within {CHECK_SECONDS:g} s")
-        if code != 0:
-            fail(f"the rungs of {script} could not be compared: {child.last_lines(1)}")
+        if failure := child.finish(CHECK_SECONDS):
+            fail(f"the rungs of {script} could not be compared: {failure}; {child.last_lines(1)}")
         return json.loads(result.read_text())
 
 

@@ -204,15 +204,10 @@ def measured_calls(script: str, timeout: float) -> dict:
         path = SCRIPTS / f"{script}.py"
         words = [*AS_MODULE, "benchmarks.throughput.limits", str(path), f"{folder}/result", *flags]
         child = processes.start(words, Path(folder, "output"))
-        try:
-            child.wait(timeout)
-        finally:
-            failure = child.failure()
-            child.stop()
-        result = Path(folder, "result")
+        failure, result = child.finish(timeout), Path(folder, "result")
         if not result.exists():
             tqdm.write(child.last_lines())
-        return json.loads(result.read_text()) if result.exists() else {"failed": failure or "no end in time"}
+        return json.loads(result.read_text()) if result.exists() else {"failed": failure or "no result"}
 
 
 def measure_round(script: str, options: Options, cache: Path, turn: int) -> tuple[dict, str]:

@@ -155,13 +155,8 @@ def measure_whole(script: str, name: str, seed: int, options: Options, cache: Pa
         flags = ["--total-timesteps", str(options.whole_steps), "--run-dir", str(Path(folder, "run"))]
         arguments = [*command(script, name), "--seed", str(seed), *split_flags(options.flags), *flags]
         child = processes.start(arguments, Path(folder, "output"), TORCHINDUCTOR_CACHE_DIR=str(cache))
-        try:
-            child.wait(options.timeout)
-        finally:
-            has_ended, failure = child.poll() is not None, child.failure()
-            child.stop()
-        if not has_ended or failure:
-            return {"failed": failure or f"no end after {options.timeout:g} s"}
+        if failure := child.finish(options.timeout):
+            return {"failed": failure}
         steps = runs.read_run(Path(folder, "run")).steps
         return {"steps": steps, "seconds": child.seconds}
 
