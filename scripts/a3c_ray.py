@@ -55,6 +55,7 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 import zlib
 from collections import ChainMap, OrderedDict, defaultdict, deque
 from dataclasses import asdict, dataclass, fields, replace
@@ -880,6 +881,7 @@ def worker_envs(env_fns: list, seeds: list[int]) -> gym.vector.AsyncVectorEnv:
     """Environments, each in a worker process of its own."""
     print(f"starting {len(env_fns)} worker processes", file=sys.stderr)
     multiprocessing.set_forkserver_preload(["gymnasium"])  # is imported once, not by each worker
+    others = {*multiprocessing.active_children()}  # the program's own
     with light_start():
         multiprocessing.forkserver.ensure_running()  # started with signals blocked, which its workers inherit
         for signum in (signal.SIGINT, signal.SIGTERM):
@@ -889,12 +891,13 @@ def worker_envs(env_fns: list, seeds: list[int]) -> gym.vector.AsyncVectorEnv:
             workers = [partial(WorkerEnv, *x, os.getpid()) for x in zip(env_fns, seeds, strict=True)]
             vector = gym.vector.AsyncVectorEnv(workers, context="forkserver")
         except BaseException as error:  # a signal; or a worker has died, and others may hang
-            for process in multiprocessing.active_children():
+            for process in {*multiprocessing.active_children()} - others:
                 process.kill()  # workers ignore signals
             if isinstance(error, EOFError | ConnectionError):  # the latter may be an environment's own
                 raise RuntimeError(f"{error!r}: a worker may have died as it made its environment") from error
             raise
-    atexit.register(lambda: [process.kill() for process in vector.processes])  # else a failed run may wait for them
+    for process in vector.processes:
+        atexit.register(process.kill)  # else a failed run may wait for them
     return vector
 
 
@@ -1034,6 +1037,10 @@ class Envs:
         with contextlib.suppress(Exception, SystemExit):  # a worker may be dead or, after an error, never answer
             self.vector.close(**{"timeout": 5} if isinstance(self.vector, gym.vector.AsyncVectorEnv) else {})
         timer.cancel()
+        for worker in workers:
+            if worker.is_alive():  # as those beside one that has died
+                worker.kill()
+            atexit.unregister(worker.kill)  # which keeps the process object and its open files
 
 
 def check_layers(module: nn.Module) -> None:
@@ -1506,8 +1513,10 @@ class RayRunners(Runners):
     """
 
     def __init__(self, args: Args, run: "Run"):
-        with ending_early():
+        with ending_early(), contextlib.ExitStack() as at_failure:
+            at_failure.callback(run.at_end.close)  # ends what has started; nothing else would
             self.begin(args, run)
+            at_failure.pop_all()
 
     def begin(self, args: Args, run: "Run") -> None:
         """Start Ray and the runners, and wait for those that are needed."""
@@ -1887,6 +1896,19 @@ def new_folder(runs: Path, name: str) -> Path:
         time.sleep(0.1)
 
 
+def rewrite(path: Path, text: str) -> None:
+    """Write a text file beside the old one, then replace that: a whole one is on disk at all times."""
+    with path.with_suffix(".tmp").open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    path.with_suffix(".tmp").replace(path)
+
+
+def in_notebook() -> bool:
+    return type(sys.stderr).__module__ == "ipykernel.iostream"
+
+
 def lock(file) -> bool:
     """Lock this file against other processes until it is closed; False if another process holds the lock."""
     try:
@@ -1982,11 +2004,14 @@ class Run:
         random.seed(self.args.seed)
         np.random.seed(self.args.seed % 2**32)
         torch.manual_seed(self.args.seed)
-        # What a script sets for the whole process: in a notebook, the next run finds it as this one did
+        # What a script sets for the whole process: in a notebook, the next run finds it as this one did, also if this
+        # one fails before `run.open`, when nothing else would close it
+        weakref.finalize(self, self.at_end.close).atexit = False
         self.at_end.callback(torch.set_num_threads, torch.get_num_threads())
         self.at_end.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         cudnn = sys.modules["torch.backends.cudnn"]  # naming torch.backends.cudnn here would break Ray's pickling
-        self.at_end.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
+        for name in ("allow_tf32", "benchmark"):
+            self.at_end.callback(setattr, cudnn, name, getattr(cudnn, name))
         tiny = torch.tensor(1e-310, dtype=torch.float64)  # no function says whether such numbers count as zero
         self.at_end.callback(torch.set_flush_denormal, not (tiny * 1).item())
 
@@ -2074,7 +2099,7 @@ class Run:
                 print(f"note: nothing is learnt before step {starts:,}", file=sys.stderr)
         print(getattr(envs, "summary", f"environments: {self.args.env_id}"), file=sys.stderr)
         total, initial = self.args.total_timesteps, self.step
-        hidden = False if type(sys.stderr).__module__ == "ipykernel.iostream" else None  # None: unless on a terminal
+        hidden = False if in_notebook() else None  # None: unless on a terminal
         self.bar = tqdm(total=total, initial=initial, unit=" steps", unit_scale=True, disable=hidden)
         self.at_end.callback(self.bar.close)
         for name, x in later.items():
@@ -2090,7 +2115,8 @@ class Run:
         old = log.open(mode, errors="replace")  # closing any other handle of this file would end its lock
         if not lock(old):
             fail(f"another process is training {self.place()}: end it first")
-        self.new_files = () if self.args.resume else (log, config)
+        files = (log, config, log.with_suffix(".tmp"), config.with_suffix(".tmp"))
+        self.new_files = () if self.args.resume else files
         saved = self.dir / "checkpoint.pt"
         if self.args.resume and torch.load(saved, "cpu", weights_only=True, mmap=True)["global_step"] != self.step:
             fail(f"another process has saved {self.place()} since this one read it: try again")
@@ -2122,14 +2148,12 @@ class Run:
             changed = {name: value for name, value in now.items() if value != before.get(name)}
             values["resumed"] = [*parts, {"global_step": self.step, "commit": commit, "changed": changed}]
         values.setdefault("id", os.urandom(8).hex())  # in Weights & Biases
-        config.with_suffix(".tmp").write_text(json.dumps(values, indent=2) + "\n")
-        config.with_suffix(".tmp").replace(config)
+        rewrite(config, json.dumps(values, indent=2) + "\n")
         old.seek(0)
         for line in old.read().splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line is left out
                 lines += [line + "\n"] if json.loads(line)["global_step"] <= self.step else []
-        log.with_suffix(".tmp").write_text("".join(lines))
-        log.with_suffix(".tmp").replace(log)
+        rewrite(log, "".join(lines))
         self.file, self.writer = log.open("a", buffering=1), None
         self.at_end.callback(self.file.close)
         if not lock(self.file):
@@ -2149,16 +2173,21 @@ class Run:
             self.at_end.callback(self.writer.close)
 
     def on_signal(self, signum: int, frame) -> None:
-        while frame is not None and frame.f_code.co_filename != self.on_signal.__code__.co_filename:
+        while frame is not None and not any(map(self.is_in, frame.f_locals.values())):
             frame = frame.f_back
         if frame is None:  # an error has ended `train`, as in a notebook: the signal is for what runs now
             signal.signal(signum, self.handlers[signum])
             signal.raise_signal(signum)
             return
         self.stopped_by = signum
-        signal.signal(signum, signal.SIG_DFL)
+        # The next one kills; in a notebook, whose kernel holds more than this run, it is a KeyboardInterrupt
+        signal.signal(signum, signal.default_int_handler if in_notebook() else signal.SIG_DFL)
         for stream in self.terminals if signum == signal.SIGHUP else ():  # has gone: to write to it is an error
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+
+    def is_in(self, x) -> bool:
+        """Whether a variable is this run, or an object that has it."""
+        return x is self or any(part is self for part in [*getattr(x, "__dict__", {}).values()])
 
     def keep_rng(self) -> None:
         """Record the random state for the next checkpoint: numbers of an interrupted rollout will be drawn again."""
@@ -2287,18 +2316,19 @@ class Run:
             if error:  # which came first
                 print(f"error: {error}", file=sys.stderr)
             raise
-        self.exit_code = int(bool(error or self.stopped_by))
+        stopped_by = self.stopped_by  # a signal from here on finds a run that has ended
+        self.exit_code = int(bool(error or stopped_by))
         self.at_end.close()
         if error:
             sys.exit(f"error: {' '.join(error.split())}, at step {self.step}; {self.hint()}")
-        if self.step == self.first_step > 0 and self.stopped_by is None:
+        if self.step == self.first_step > 0 and stopped_by is None:
             print("this run is already finished; to go on, raise --total-timesteps (in PPO, by a rollout or more)")
         count = len(self.returns)
         score = f", mean return of the last {count} episodes {np.mean(self.returns):.1f}" if count else ""
         print(f"{self.step:,} steps in {self.seconds:.1f} s{score}\nlog, checkpoint, configuration: {self.place()}")
-        if self.stopped_by is not None:
+        if stopped_by is not None:
             print(f"stopped by a signal; {self.hint()}", file=sys.stderr)
-            sys.exit(128 + self.stopped_by)
+            sys.exit(128 + stopped_by)
         return self.dir
 
 

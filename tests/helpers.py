@@ -154,8 +154,8 @@ def train(name: str, run_dir: Path, **overrides) -> Outcome:
     return call(name, **defaults | settings_of(name, overrides))
 
 
-def resume(name: str, run_dir: Path, device: str = "cpu") -> Outcome:
-    return call(name, resume=str(run_dir), device=device)
+def resume(name: str, run_dir: Path, device: str = "cpu", **settings) -> Outcome:
+    return call(name, resume=str(run_dir), device=device, **settings)
 
 
 def call(name: str, **settings) -> Outcome:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from benchmark_helpers import benchmark, refusal
 
-from benchmarks.acting import inference, inference_worker
+from benchmarks.acting import inference, inference_worker, paths
 from benchmarks.acting.networks import NETWORKS, draw_inputs, make_act
 from benchmarks.acting.paths import Built, build, path_names
 from benchmarks.common import turns
@@ -185,7 +185,7 @@ def test_verdict_on_weights(verdict, monkeypatch):
         refresh = {"stale": None, "stale for ever": lambda: None}.get(verdict, built.refresh)
         return Built(lambda *x: act(*x)) if verdict == "follow" else Built(built.call, refresh)
 
-    monkeypatch.setattr(inference_worker, "build", fake)
+    monkeypatch.setattr(paths, "build", fake)
     with torch.no_grad():
         case = inference_worker.prepare(settings("fake"), 8)
         row = inference_worker.measure(case, 0.02)
@@ -200,7 +200,7 @@ def test_an_unequal_path_is_seen(monkeypatch):
     def fake(path, act, inputs) -> Built:
         return real(path, act, inputs) if path == "eager" else Built(lambda *x: [1.001 * y for y in act(*x)])
 
-    monkeypatch.setattr(inference_worker, "build", fake)
+    monkeypatch.setattr(paths, "build", fake)
     with torch.no_grad():
         row = inference_worker.prepare(settings("fake", network="td3_continuous_action"), 8).row
     assert not row["equal"] and row["difference"] > 1e-4
@@ -313,7 +313,7 @@ def test_outputs_that_change_from_call_to_call_are_unequal(monkeypatch):
 
         return Built(call)
 
-    monkeypatch.setattr(inference_worker, "build", fake)
+    monkeypatch.setattr(paths, "build", fake)
     where = {"network": "td3_continuous_action", "path": "fake", "device": "cpu"}
     with torch.no_grad():
         assert not inference_worker.prepare(where, 8).row["equal"]

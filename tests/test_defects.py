@@ -1,7 +1,9 @@
 """What review found wrong, each mended: numbers that are not finite, signals, full disks, odd environments, ..."""
 
 import ast
+import contextlib
 import errno
+import gc
 import importlib.util
 import io
 import json
@@ -459,16 +461,16 @@ def test_runs_that_leads_nowhere_is_refused(tmp_path):
 
 def test_the_lock_of_a_log_is_not_lost_while_it_is_read(tmp_path, monkeypatch):
     """POSIX drops it when any handle of the file is closed."""
-    run, write_text, codes = helpers.train("ppo", tmp_path / "run", total_timesteps=64), Path.write_text, []
+    run, replace, codes = helpers.train("ppo", tmp_path / "run", total_timesteps=64), Path.replace, []
     code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 
-    def check_and_write(path, *args):
+    def check_and_replace(path, target):
         if path.name == "metrics.tmp":
             command = [sys.executable, "-c", code, run.run_dir / "metrics.jsonl"]
             codes.append(subprocess.run(command, capture_output=True).returncode)
-        return write_text(path, *args)
+        return replace(path, target)
 
-    monkeypatch.setattr(Path, "write_text", check_and_write)
+    monkeypatch.setattr(Path, "replace", check_and_replace)
     helpers.call("ppo", resume=str(run.run_dir), total_timesteps=128, device="cpu")
     assert codes == [1]
 
@@ -621,6 +623,14 @@ def test_an_error_of_weights_and_biases_is_one_line(monkeypatch, tmp_path, capfd
     code, error = error_of(capfd, "ppo", tmp_path / "run", track=True, tensorboard=True)
     assert code == 2 and "not logged in" in error
     assert not list((tmp_path / "run").iterdir())  # the next attempt may have this folder
+    assert helpers.train("ppo", tmp_path / "run").lines
+
+
+def test_a_full_disk_at_the_start_leaves_the_folder_to_the_next_attempt(monkeypatch, tmp_path, capfd):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        code, error = error_of(capfd, "ppo", tmp_path / "run")
+    assert code == 2 and "No space left on device" in error and not list((tmp_path / "run").iterdir())
     assert helpers.train("ppo", tmp_path / "run").lines
 
 
@@ -1018,9 +1028,51 @@ def test_after_an_error_in_a_notebook_signals_are_not_the_runs(train, monkeypatc
     monkeypatch.setattr(script.Run, "goes_on" if not on_policy(name) else "stop_if_asked", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(name)
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
+    interrupting = type("Values", (list,), {"tolist": lambda _: signal.raise_signal(signal.SIGINT)})
+    with pytest.raises(KeyboardInterrupt):  # nor if it is a function of this file that runs
+        script.named(("a",), interrupting([0]))
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+@pytest.mark.parametrize("is_notebook", [False, True])
+def test_a_second_signal_kills_a_program_but_not_a_notebook(train, monkeypatch, is_notebook):
+    """Whose kernel holds what other cells have computed."""
+    script, found = load("ppo"), []
+
+    def interrupt(_run):
+        if not found:
+            signal.raise_signal(signal.SIGINT)
+            found.append(signal.getsignal(signal.SIGINT))
+
+    monkeypatch.setattr(script, "in_notebook", lambda: is_notebook)
+    monkeypatch.setattr(script.Run, "stop_if_asked", interrupt)
+    with pytest.raises(SystemExit) as end:
+        train("ppo")
+    assert end.value.code == 130 and found == [signal.default_int_handler if is_notebook else signal.SIG_DFL]
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+def test_a_run_that_has_ended_is_not_stopped_by_a_signal(train, monkeypatch, capfd):
+    """Which comes while environments are closed."""
+    script = load("ppo")
+    monkeypatch.setattr(script.Envs, "close", lambda _: signal.raise_signal(signal.SIGTERM))
+    assert train("ppo").steps()[-1] >= 200 and "stopped" not in capfd.readouterr().err
+
+
+def test_a_run_that_fails_early_gives_back_what_it_has_set(tmp_path):
+    """For the whole process; also if nobody closes it."""
+    script, before = load("td3_continuous_action"), torch.get_float32_matmul_precision()
+    counts_denormals = lambda: (torch.tensor(1e-310, dtype=torch.float64) * 1).item() > 0  # noqa: E731
+    counted = counts_denormals()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with contextlib.suppress(SystemExit):
+            script.train(script.Args(env_id="Typo-v0", matmul_precision="medium", run_dir=str(tmp_path / "run")))
+        gc.collect()
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert counts_denormals() == counted
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def broken_run(name: str, train, monkeypatch, **settings):

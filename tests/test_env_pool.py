@@ -268,6 +268,32 @@ def test_a_replaced_worker_leaves_no_open_file(make_pool):
     assert pool.restarts == 3 and counts[0] == counts[2]
 
 
+def test_a_worker_that_has_answered_is_not_too_late(make_pool):
+    """Though the pool has not heard it yet, as it was busy."""
+    pool = make_pool("Task-v0", 1)
+    pool.reset()
+    pool.send(np.array([QUICK]), np.array([0]))
+    worker = pool.workers[0]
+    assert worker.connection.poll(60)
+    worker.deadline = pool.next_check = 0.0
+    with mock.patch.object(pool, "poller", mock.Mock(poll=lambda _: [])):
+        pool.listen()
+    assert pool.restarts == 0 and worker.process.is_alive()
+    pool.recv(1)
+
+
+def test_a_closed_pool_leaves_no_open_file():
+    counts = []
+    for _ in range(3):
+        pool = POOL.Pool(POOL.Args(env_id="Task-v0", num_workers=2, start_method="fork"), [0, 1])
+        pool.reset()
+        pool.close()
+        del pool
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[1] == counts[2]
+
+
 def test_a_worker_that_cannot_be_replaced_ends_the_run_with_a_checkpoint(make_pool, monkeypatch):
     pool, stopped = make_pool("Task-v0", 2), []
     monkeypatch.setattr(pool, "start", mock.Mock(side_effect=OSError(24, "Too many open files")))

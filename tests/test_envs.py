@@ -1,5 +1,6 @@
 """Whatever steps the environments, the loop sees the same: late autoreset, flat observations, all bounds, own seeds."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -39,7 +40,8 @@ def make():
 
     yield make_envs
     for envs in opened:
-        envs.close()
+        if hasattr(envs, "vector"):
+            envs.close()
 
 
 @pytest.mark.parametrize("setting", ["episodic_life", "reward_clip"])
@@ -126,6 +128,40 @@ def test_envpool_shows_the_last_observation_and_resets_late(make):
         obs, done = next_obs, terminated | truncated
         ends += done.sum()
     assert ends > 10
+
+
+def test_an_environment_that_cannot_be_made_leaves_other_processes_alone(make):
+    """Those of the program, which has children of its own."""
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    try:
+        with pytest.raises(SystemExit):
+            make("tiny_envs:Reach-v0", 2, env_kwargs='{"typo": 1}', **WORKERS)
+        assert child.is_alive()
+    finally:
+        child.kill()
+
+
+def test_workers_beside_one_that_died_are_ended(make):
+    """And neither they nor their files are kept."""
+    counts = []
+    for _ in range(3):
+        envs = make("tiny_envs:Reach-v0", 3, **WORKERS)
+        envs.reset()
+        envs.stop, workers = mock.Mock(side_effect=RuntimeError), list(envs.vector.processes)
+        workers[1].kill()
+        workers[1].join()
+        with pytest.raises(RuntimeError):
+            envs.step(np.zeros((3, 2), dtype=np.float32))
+        assert "environment worker 1 (exit code -9) died" in envs.stop.call_args.args[0]
+        envs.close()
+        for worker in workers:
+            worker.join(10)
+        assert not any(worker.is_alive() for worker in workers)
+        del envs.vector, workers, worker
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[1] == counts[2]
 
 
 def test_envpool_truncates_at_the_time_limit(make):

@@ -184,9 +184,8 @@ def train_in_two_parts(train, name, stop_at=None, **settings):
     if stop_at is None:
         return train(name, **settings)
     half = train(name, **settings | {"total_timesteps": stop_at})
-    args = half.checkpoint["args"] | {"total_timesteps": settings["total_timesteps"]}
-    torch.save(half.checkpoint | {"args": args}, half.run_dir / "checkpoint.pt")
-    return resume(name, half.run_dir, device=settings.get("device", "cpu"))
+    device, total = settings.get("device", "cpu"), settings["total_timesteps"]
+    return resume(name, half.run_dir, device, total_timesteps=total)
 
 
 @pytest.mark.slow

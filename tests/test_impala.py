@@ -858,6 +858,15 @@ def test_a_run_goes_on_in_another_cluster(train, tmp_path):
 
 
 @on_ray
+def test_a_run_that_fails_as_it_begins_ends_what_it_has_started(monkeypatch, capfd):
+    """In a program that goes on, too: nothing else refers to it but itself."""
+    closed, close = [], SCRIPT.RayRunners.close
+    monkeypatch.setattr(SCRIPT.RayRunners, "close", lambda runners: (closed.append(1), close(runners)))
+    assert "can't make" in refused(capfd, num_runners=1, env_id="CartPole-v1", env_kwargs='{"typo": 1}')
+    assert closed == [1]
+
+
+@on_ray
 def test_what_the_cluster_has_not_is_refused(capfd):
     start = time.monotonic()
     assert "need 99 GPUs, the cluster has 0" in refused(capfd, gpus_per_runner=99)

@@ -272,6 +272,18 @@ def test_environments_that_do_not_wait_bring_the_same(normalized):
 
 
 @pytest.mark.slow
+def test_flags_of_environments_that_do_not_wait_may_be_numbers():
+    settings = {"env_id": "tiny_envs:Odd-v0", "env_kwargs": '{"what": "flags"}', "env_backend": "gymnasium"}
+    found = []
+    for async_envs in (False, True):
+        runner, weights = runner_of([1, 2], async_envs=async_envs, **settings)
+        found.append(runner.sample(0, weights, *NOTHING)[1][2])
+        runner.envs.close()
+    np.testing.assert_allclose(*found, rtol=1e-5)
+    assert found[0][..., 2].any()
+
+
+@pytest.mark.slow
 def test_a_signal_is_heard_within_a_fragment_of_environments_that_do_not_wait(train, monkeypatch):
     """In one process: the run ends at the next step."""
     step, calls = SCRIPT.FirstReady.step, []

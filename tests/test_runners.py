@@ -24,6 +24,17 @@ RAY = [*ACTOR_CRITICS, "apex_dqn_ray"]
 each_script = pytest.mark.parametrize("name", RAY)
 
 
+@pytest.mark.parametrize("name", ["a3c_ray", "impala_ray", "ppo_ray"])
+def test_all_numbers_of_a_learner_are_on_its_device(name):
+    """On CUDA a graph refuses one on the CPU."""
+    script = load(name)
+    args = script.Args(**small_settings(name) | {"num_runners": 1})
+    runner = script.Runner(args, [1, 2])
+    spaces = runner.envs.observation_space, runner.envs.action_space
+    agent, optimizer, *_ = script.make_learner(args, *spaces, torch.device("meta"))
+    assert {x.device.type for part in (agent, optimizer) for x in (*part.parameters(), *part.buffers())} == {"meta"}
+
+
 @pytest.fixture
 def train(tmp_path):
     """Train in this process by the small settings of a script, each time in a folder of its own -> Outcome."""

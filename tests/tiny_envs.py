@@ -184,8 +184,8 @@ class Shaped(Tiny):
 class Odd(Tiny):
     """From its third episode on, observations are of another shape than their space; or `info` has odd keys or types.
 
-    Of several worker processes, the first has an integer where others have decimals. Or an error comes that can't be
-    pickled, or that ends the process; or a worker process never ends.
+    Of several worker processes, the first has an integer where others have decimals. Or flags are no bools; an error
+    comes that can't be pickled, or that ends the process; or a worker process never ends.
     """
 
     def __init__(self, what: str, size: int = 0):
@@ -204,6 +204,8 @@ class Odd(Tiny):
         *row, info = super().step(action)
         if self.what == "error" and self.episode > 2:
             raise type("OfNoModule", (Exception,), {})("out\nof order")
+        if self.what == "flags":  # no bools, and none where nothing ends
+            row[2:] = [int(row[2]), 1.0 if row[3] else None]
         if self.what == "exit" and self.episode > 2:  # as by a window of PyGame that was closed
             sys.exit()
         is_first = multiprocessing.current_process().name.endswith("-0")
