@@ -137,6 +137,7 @@ def test_an_environment_that_cannot_be_made_leaves_other_processes_alone(make):
     try:
         with pytest.raises(SystemExit):
             make("tiny_envs:Reach-v0", 2, env_kwargs='{"typo": 1}', **WORKERS)
+        child.join(0.5)  # a kill takes a moment
         assert child.is_alive()
     finally:
         child.kill()
