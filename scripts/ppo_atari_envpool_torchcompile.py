@@ -1053,8 +1053,8 @@ def set_matmul_precision(precision: str, device: torch.device, bf16: bool) -> No
     """Set the precision of float32 matrix products; `auto`: TF32 on CUDA, on a CPU the fastest mode that is as exact.
 
     On AMD's CPUs from Zen 5 on, oneDNN (`medium`) is twice as fast as MKL, and as exact if it does not round to
-    bfloat16. On a Zen 4 MKL is the faster one: eager updates take a tenth longer by oneDNN. The choice depends on the
-    kind of CPU and on measured errors, not times, so that a machine always makes the same one.
+    bfloat16. On a Zen 4 MKL is the faster one (benchmarks/NOTES.md). The choice depends on the kind of CPU and on
+    measured errors, not times, so that a machine always makes the same one.
     """
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else "bf16"
     if bf16 and device.type == "cpu" and "bf16" not in info:
