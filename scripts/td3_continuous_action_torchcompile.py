@@ -1235,6 +1235,12 @@ def light_start():
         os.environ |= {} if threads is None else {"OMP_NUM_THREADS": threads}
 
 
+def kill_all(workers: list) -> None:
+    for worker in workers:
+        worker.kill()
+        atexit.unregister(worker.kill)  # which keeps the process object and its open files
+
+
 def worker_envs(env_fns: list, seeds: list[int]) -> gym.vector.AsyncVectorEnv:
     """Environments, each in a worker process of its own."""
     print(f"starting {len(env_fns)} worker processes", file=sys.stderr)
@@ -1326,6 +1332,8 @@ class Envs:
                 self.vector = SyncEnvs(env_fns) if in_process else worker_envs(env_fns, seeds)
                 self.observation_space = self.vector.single_observation_space
                 self.action_space = self.vector.single_action_space
+            # If nothing closes them, as in a run that fails before it starts; each would print that its pipe has ended
+            self.end_workers = weakref.finalize(self, kill_all, getattr(self.vector, "processes", ()))
             self.obs_dim = gym.spaces.flatdim(self.observation_space)
         except Exception as error:  # anything a constructor may raise
             hint = "; EnvPool's differ from Gymnasium's" * (getattr(self, "backend", None) == "envpool")
@@ -1403,15 +1411,12 @@ class Envs:
 
     def close(self) -> None:
         workers = getattr(self.vector, "processes", ())
-        timer = threading.Timer(6, lambda: [worker.kill() for worker in workers])  # else waits without end
+        timer = threading.Timer(6, kill_all, [workers])  # else waits without end
         timer.start()
         with contextlib.suppress(Exception, SystemExit):  # a worker may be dead or, after an error, never answer
             self.vector.close(**{"timeout": 5} if isinstance(self.vector, gym.vector.AsyncVectorEnv) else {})
         timer.cancel()
-        for worker in workers:
-            if worker.is_alive():  # as those beside one that has died
-                worker.kill()
-            atexit.unregister(worker.kill)  # which keeps the process object and its open files
+        self.end_workers()  # those beside one that has died may live
 
 
 def refuse_batch_norm(actor: nn.Module) -> None:

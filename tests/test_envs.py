@@ -1,5 +1,6 @@
 """Whatever steps the environments, the loop sees the same: late autoreset, flat observations, all bounds, own seeds."""
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -163,6 +164,20 @@ def test_workers_beside_one_that_died_are_ended(make):
         gc.collect()
         counts.append(len(os.listdir("/proc/self/fd")))
     assert counts[1] == counts[2]
+
+
+def test_workers_of_a_run_that_fails_before_it_can_close_them_end_in_silence(capfd):
+    """Each would print that its pipe has ended, after the line that helps; so in a notebook, whose process goes on."""
+    script = load("ppo")
+    others = {*multiprocessing.active_children()}
+    with contextlib.suppress(SystemExit):  # and not `pytest.raises`, which keeps the error and all that it holds
+        script.train(script.Args(env_id="tiny_envs:Reach-v0"))
+    workers = {*multiprocessing.active_children()} - others
+    gc.collect()
+    for worker in workers:
+        worker.join(10)
+    assert not any(worker.is_alive() for worker in workers)
+    assert capfd.readouterr().err.splitlines()[-1].startswith("error: tiny_envs:Reach-v0 has actions Box")
 
 
 def test_envpool_truncates_at_the_time_limit(make):

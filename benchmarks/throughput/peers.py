@@ -9,7 +9,6 @@ still differs is in `DIFFERENCES`, which is stored in a result of `throughput` a
 suffix `-defaults` a library trains as its users start it: one environment and its own settings, not the script's.
 """
 
-import contextlib
 import importlib
 import json
 import math
@@ -48,14 +47,20 @@ class IsSetUp(Exception):
     """Raised when a script is about to make its environments."""
 
 
+STOPPED = []  # their tracebacks hold the script's run, which gives PyTorch its old settings once nothing holds it
+
+
 def set_up_torch(module: ModuleType, args) -> int:
     """Let a script set up PyTorch (threads, precision of products, denormal numbers), and no more -> threads."""
 
     def stop(*_):
         raise IsSetUp
 
-    with mock.patch.object(module, environment_class(module).__name__, stop), contextlib.suppress(IsSetUp):
-        module.train(args)
+    with mock.patch.object(module, environment_class(module).__name__, stop):
+        try:
+            module.train(args)
+        except IsSetUp as stopped:
+            STOPPED.append(stopped)
     return torch.get_num_threads()
 
 
