@@ -2063,7 +2063,7 @@ def rewrite(path: Path, text: str) -> None:
 
 
 def in_notebook() -> bool:
-    return type(sys.stderr).__module__ == "ipykernel.iostream"
+    return "ipykernel.kernelapp" in sys.modules  # and not by the type of sys.stderr, which a cell may replace
 
 
 def lock(file) -> bool:
@@ -2229,25 +2229,14 @@ class Run:
         signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
         signals -= {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # by `nohup`
         self.handlers = {signum: signal.signal(signum, self.on_signal) for signum in signals}
-        ours = (self.on_signal, signal.SIG_DFL)  # else the program has set another one since
+        ours = (self.on_signal, signal.SIG_DFL, signal.default_int_handler)  # else the program has set another one
         first = self.handlers.items()
         self.at_end.callback(lambda: [signal.signal(*x) for x in first if signal.getsignal(x[0]) in ours])
         self.at_end.callback(envs.close)
-        chosen = self.args.resume or self.args.run_dir
-        self.dir, self.new_files = Path(self.home, chosen or "runs"), ()
-        try:
-            if not chosen:
-                self.dir = new_folder(self.dir, f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}")
-            self.dir.mkdir(parents=True, exist_ok=True)
-            if not self.args.resume and any(self.dir.iterdir()):
-                has_run = Path(self.dir, "checkpoint.pt").exists()
-                how = "--resume continues a run" if has_run else "it has no checkpoint to go on from"
-                fail(f"the run folder {self.place()} is not empty; {how}")
-            self.open_files()
-        except Exception as error:  # those of Weights & Biases have no other type in common
-            for file in self.new_files:  # else the folder would be refused to the next attempt
-                file.unlink(missing_ok=True)
-            fail(f"can't use the run folder {self.place()}: {type(error).__name__}: {error}")
+        with contextlib.ExitStack() as at_failure:
+            at_failure.callback(self.at_end.close)  # if the folder is in use: in a notebook, nothing else would
+            self.open_folder()
+            at_failure.pop_all()
         if getattr(self.args, "cudagraphs", False) and self.device.type == "cpu":
             print("CUDA graphs are off: the networks learn on the CPU", file=sys.stderr)
         if starts := getattr(self.args, "learning_starts", 0):
@@ -2264,6 +2253,24 @@ class Run:
         vars(self.args).update(later)
         self.first_settings, self.settings = self.settings, asdict(self.args)
         self.start_time = time.perf_counter() - self.seconds
+
+    def open_folder(self) -> None:
+        """Find or make the run's folder and open its files; exit code 2 if that fails, or another run is there."""
+        chosen = self.args.resume or self.args.run_dir
+        self.dir, self.new_files = Path(self.home, chosen or "runs"), ()
+        try:
+            if not chosen:
+                self.dir = new_folder(self.dir, f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}")
+            self.dir.mkdir(parents=True, exist_ok=True)
+            if not self.args.resume and any(self.dir.iterdir()):
+                has_run = Path(self.dir, "checkpoint.pt").exists()
+                how = "--resume continues a run" if has_run else "it has no checkpoint to go on from"
+                fail(f"the run folder {self.place()} is not empty; {how}")
+            self.open_files()
+        except Exception as error:  # those of Weights & Biases have no other type in common
+            for file in self.new_files:  # else the folder would be refused to the next attempt
+                file.unlink(missing_ok=True)
+            fail(f"can't use the run folder {self.place()}: {type(error).__name__}: {error}")
 
     def open_files(self) -> None:
         """Write the configuration or, to resume, cut the log back to the checkpoint; then open the log to append."""
@@ -2344,7 +2351,9 @@ class Run:
 
     def is_in(self, x) -> bool:
         """Whether a variable is this run, or an object that has it."""
-        return x is self or any(part is self for part in [*getattr(x, "__dict__", {}).values()])
+        with contextlib.suppress(AttributeError):  # by no method of its own, as that of a proxy may fail or wait
+            return x is self or any(part is self for part in [*object.__getattribute__(x, "__dict__").values()])
+        return False
 
     def keep_rng(self) -> None:
         """Record the random state for the next checkpoint: numbers of an interrupted rollout will be drawn again."""
@@ -2473,7 +2482,7 @@ class Run:
             if error:  # which came first
                 print(f"error: {error}", file=sys.stderr)
             raise
-        stopped_by = self.stopped_by  # a signal from here on finds a run that has ended
+        stopped_by = self.stopped_by  # a signal from here on has stopped nothing
         self.exit_code = int(bool(error or stopped_by))
         self.at_end.close()
         if error:
@@ -2485,7 +2494,8 @@ class Run:
         print(f"{self.step:,} steps in {self.seconds:.1f} s{score}\nlog, checkpoint, configuration: {self.place()}")
         if stopped_by is not None:
             print(f"stopped by a signal; {self.hint()}", file=sys.stderr)
-            sys.exit(128 + stopped_by)
+        if self.stopped_by is not None:  # also by one that came while it closed: it is meant for the program, too
+            sys.exit(128 + self.stopped_by)
         return self.dir
 
 

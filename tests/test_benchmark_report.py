@@ -102,8 +102,12 @@ def test_a_row_says_how_to_train_its_runs(tmp_path):
         make_run(tmp_path / f"a{seed}", curve(400), script="ppo_torchcompile.py", seed=seed, total=500_000, args=args)
     resumed = [{"global_step": 1000, "commit": "c0ffee", "changed": {"gamma": 0.9}}]
     make_run(tmp_path / "b", curve(400), script="dqn.py", total=500_000, resumed=resumed)
-    changed, row = report.write_report([tmp_path], tmp_path / "out")["rows"]
-    assert changed["command"] is None and f"- `{row['command']}`" in (tmp_path / "out" / "report.md").read_text()
+    older = {"a_flag_of_old": 1, "env_id": "Acrobot-v1"}
+    make_run(tmp_path / "c", curve(400), script="dqn.py", total=500_000, args=older)
+    rows = report.write_report([tmp_path], tmp_path / "out")["rows"]
+    assert [row["command"] for row in rows if row["script"] == "dqn"] == [None, None]
+    (row,) = [row for row in rows if row["script"] == "ppo"]
+    assert f"- `{row['command']}`" in (tmp_path / "out" / "report.md").read_text()
     program, name, *words = shlex.split(row["command"])
     jobs = sweep.plan(tyro.cli(sweep.Options, args=words))
     assert [program, name, len(jobs)] == ["./run.sh", "sweep", 2]
@@ -111,6 +115,8 @@ def test_a_row_says_how_to_train_its_runs(tmp_path):
     for seed, x in zip((3, 4), planned, strict=True):
         wanted = args | {"run_dir": None, "seed": seed, "env_id": "CartPole-v1", "total_timesteps": 500_000}
         assert {name: x[name] for name in wanted} == wanted
+    cut = report.write_report([tmp_path], tmp_path / "cut", until=200_000)["rows"]
+    assert [row["command"] for row in cut] == [None] * 3, "the learning rate fell towards step 500,000"
 
 
 def test_scripts_are_compared_at_the_same_steps_and_seconds(tmp_path):

@@ -1,5 +1,6 @@
 """Wall time until a policy is good enough, and the board of the fastest settings."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -98,6 +99,17 @@ def test_turns_alternate_and_each_cold_run_has_an_empty_cache(monkeypatch):
     assert len(caches["compile (cold)"]) == 2 and len(caches["compile (warm)"]) == 1
     assert all(re.fullmatch(r"\w+", cache) for _, _, cache in calls), "the C++ compiler gets paths without quotes"
     assert known == [dict.fromkeys(names, 1), dict.fromkeys(names, 2)]
+
+
+def test_a_run_that_was_cut_off_fills_no_cache(monkeypatch, capfd):
+    """Else the first of those that are called warm would compile. One that came to its end has compiled everything."""
+    contestants, results = contestants_of(["compile"], ()), {}
+    for seconds, is_refused in (9.0, True), (8.0, False):
+        monkeypatch.setattr(time_to_score, "run_once", lambda *_, s=seconds, **__: outcome(s, reached=False))
+        with pytest.raises(SystemExit) if is_refused else contextlib.nullcontext():
+            measure(("ppo", "CartPole-v1"), 1.0, contestants, (5,), 9.0, results.update, tqdm(disable=True), {})
+        assert bool(results) != is_refused
+    assert "compile (warm): the run that fills its cache failed, no end after 9 s" in capfd.readouterr().err
 
 
 def test_runs_in_vain_are_not_dropped():

@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -733,16 +734,23 @@ def test_a_signal_that_ends_the_compiler_is_no_code_that_cannot_be_compiled(monk
     def compiled():
         raise torch._dynamo.exc.TorchDynamoException("CppCompileError: C++ compile error")
 
+    def on_signal(_signum, _frame):
+        """Stands for the handler of a run."""
+
     call = load("ppo_torchcompile").tensors_only(compiled)
-    before_the_run = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before_the_run = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: print}
     for handlers, code in (
         ({signal.SIGINT: signal.SIG_DFL}, 130),
         ({signal.SIGTERM: signal.SIG_DFL}, 143),
+        ({signal.SIGINT: signal.default_int_handler}, 130),  # in a notebook
         (before_the_run, 2),
-        ({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_DFL}, 2),  # in a runner of Ray
+        (
+            {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: print},
+            2,
+        ),  # in a runner of Ray
         ({}, 2),
     ):
-        monkeypatch.setattr(signal, "getsignal", lambda signum, known=handlers: known.get(signum, print))
+        monkeypatch.setattr(signal, "getsignal", lambda signum, known=handlers: known.get(signum, on_signal))
         with pytest.raises(SystemExit) as end:
             call()
         assert end.value.code == code and ("can't be compiled" in capsys.readouterr().err) == (code == 2)
@@ -1053,10 +1061,38 @@ def test_a_second_signal_kills_a_program_but_not_a_notebook(train, monkeypatch, 
 
 
 def test_a_run_that_has_ended_is_not_stopped_by_a_signal(train, monkeypatch, capfd):
-    """Which comes while environments are closed."""
+    """Which comes while environments are closed; it ends the program, as a loop over seeds."""
     script = load("ppo")
     monkeypatch.setattr(script.Envs, "close", lambda _: signal.raise_signal(signal.SIGTERM))
-    assert train("ppo").steps()[-1] >= 200 and "stopped" not in capfd.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        train("ppo")
+    out, err = capfd.readouterr()
+    assert end.value.code == 143 and "log, checkpoint, configuration" in out and "stopped" not in err
+
+
+def test_a_run_whose_folder_is_in_use_leaves_nothing_behind(tmp_path):
+    """In a notebook, whose process goes on and keeps the error."""
+    (tmp_path / "notes.txt").touch()
+    script, before = load("ppo"), (signal.getsignal(signal.SIGTERM), {*multiprocessing.active_children()})
+    with pytest.raises(SystemExit):
+        script.train(script.Args(env_id="tiny_envs:Odd-v0", num_envs=2, run_dir=str(tmp_path)))
+    assert (signal.getsignal(signal.SIGTERM), {*multiprocessing.active_children()}) == before
+
+
+def test_a_variable_that_answers_no_questions_does_not_hinder_a_signal(train, monkeypatch):
+    """As a weak proxy of what has gone."""
+
+    def interrupt(run):
+        proxy = weakref.proxy(type("Gone", (), {})())
+        with contextlib.suppress(ReferenceError):
+            print(proxy)
+        if run.stopped_by is None:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(load("ppo").Run, "stop_if_asked", interrupt)
+    with pytest.raises(SystemExit) as end:
+        train("ppo")
+    assert end.value.code == 130
 
 
 def test_a_run_that_fails_early_gives_back_what_it_has_set(tmp_path):
@@ -1123,12 +1159,8 @@ def test_a_run_inside_of_a_run_does_not_end_it(train, monkeypatch, name):
 
 @each_script
 def test_a_notebook_shows_the_progress_bar(train, monkeypatch, capsys, name):
-    class OutStream(io.StringIO):
-        pass
-
-    OutStream.__module__ = "ipykernel.iostream"
     train(name)
     assert " steps/s" not in capsys.readouterr().err
-    monkeypatch.setattr(sys, "stderr", OutStream())
+    monkeypatch.setitem(sys.modules, "ipykernel.kernelapp", ModuleType("kernelapp"))
     train(name)
-    assert " steps/s" in sys.stderr.getvalue()
+    assert " steps/s" in capsys.readouterr().err

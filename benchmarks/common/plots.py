@@ -117,13 +117,19 @@ def draw_bars(
 
 
 def draw_groups(axis, groups: dict[str, dict[str, tuple[float, tuple[float, float]]]], form: str = ",.0f") -> None:
-    """For each group the (value, (low, high)) of its variants as horizontal bars, with the values beside them."""
+    """For each group the (value, (low, high)) of its variants as horizontal bars, with the values beside them.
+
+    A line to infinity ends a quarter beyond all that is finite.
+    """
+    all_ends = np.array([end for own in groups.values() for _, ends in own.values() for end in ends])
+    beyond = 1.25 * max(all_ends[np.isfinite(all_ends)], default=1.0)
     names = list(dict.fromkeys(name for own in groups.values() for name in own))
     height = 0.8 / max(len(names), 1)
     for i, name in enumerate(names):
         bars = [(place, own[name]) for place, own in enumerate(groups.values()) if name in own]
         places = np.array([place + (i - (len(names) - 1) / 2) * height for place, _ in bars])
         values, intervals = np.array([x for _, (x, _) in bars]), np.array([x for _, (_, x) in bars])
+        intervals[np.isinf(intervals)] = beyond
         pale = {"alpha": 0.5} if name.endswith("(cold)") else {}
         axis.barh(places, values, color=colour(name), height=0.9 * height, label=label(name), **pale)
         axis.errorbar(values, places, xerr=np.abs(intervals.T - values), fmt="none", ecolor="#333333", elinewidth=1)

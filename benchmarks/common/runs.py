@@ -36,6 +36,7 @@ class Run:
     lines: list[dict]
     problems: list[str] = field(default_factory=list)
     failed: bool = False  # by the word of the sweep that ran it
+    was_longer: bool = False  # it is shown as it was before its end
 
     @property
     def args(self) -> dict:
@@ -141,7 +142,7 @@ class Run:
         args = replace(self, config=config).args | {"total_timesteps": steps}
         config |= {"args": args, "resumed": [x | {"changed": {}} for x in resumed]}
         note = f"as it was after {steps:,} of {total:,} steps"
-        return replace(self.until(steps), config=config, problems=[*self.problems, note])
+        return replace(self.until(steps), config=config, problems=[*self.problems, note], was_longer=True)
 
     def column(self, name: str) -> np.ndarray:
         """A metric (lines,), NaN where a line does not have it."""

@@ -53,10 +53,14 @@ def command_for(kept: list[runs.Run]) -> str | None:
     """The command that trains such runs anew; None if they differ in more than seeds, or are not of our scripts."""
     first, totals = kept[0], {run.args.get("total_timesteps") for run in kept}
     changed = any(part.get("changed") for run in kept for part in run.config.get("resumed", []))
+    shortened = any(run.was_longer for run in kept)  # schedules, as of the learning rate, followed the whole length
     alike = len({settings(run) for run in kept}) == len({run.variant for run in kept}) == len(totals) == 1
-    if first.script not in pairs() or first.variant not in VARIANTS or None in totals or changed or not alike:
+    if first.script not in pairs() or first.variant not in VARIANTS or None in totals:
         return None
-    own = {name: x for name, x in changed_settings(first).items() if name not in ("compile", "cudagraphs")}
+    of_twins = {"compile", "cudagraphs"}
+    if changed or shortened or not alike or first.args.keys() - of_twins - defaults(first.script).keys():
+        return None
+    own = {name: x for name, x in changed_settings(first).items() if name not in of_twins}
     words = ["./run.sh", "sweep", "--scripts", first.script, "--variants", first.variant, "--env-ids", first.env_id]
     words += ["--seeds", *(str(run.seed) for run in kept), "--total-timesteps", str(*totals)]
     return shlex.join([*words, *([f"--flags={in_flags(own)}"] if own else [])])

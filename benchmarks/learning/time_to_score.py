@@ -14,7 +14,6 @@ JSON files there. The same command goes on where it was stopped, if code and mac
 code is committed.
 """
 
-import math
 import os
 import re
 import tempfile
@@ -193,7 +192,9 @@ def measure(
             return run_once(arguments, find, timeout, TORCHINDUCTOR_CACHE_DIR=str(place))
 
         for contestant in [x for x in contestants if x.cache == "warm"]:
-            if why := run(contestant, 0, contestant.name, is_warm).get("failed"):
+            filled = run(contestant, 0, contestant.name, is_warm)
+            is_cut_off = not filled["reached"] and filled["seconds"] >= timeout
+            if why := f"no end after {timeout:g} s" if is_cut_off else filled.get("failed"):
                 fail(f"{script} on {env_id}, {contestant.name}: the run that fills its cache failed, {why}")
         for i, contestant in list(turns.in_turns(contestants, len(seeds)))[done * len(contestants) :]:
             cache = f"{contestant.name} {seeds[i]}" if contestant.cache == "cold" else contestant.name
@@ -245,6 +246,8 @@ def reached(results: list[dict]) -> bool:
 def beside(results: list[dict], others: list[dict]) -> tuple[float, list[float]] | None:
     """How many times as fast the first is, and the ends of the interval, the ratio itself where it has none.
 
+    The upper end is infinite if so few of the others got there that it may have been chance.
+
     None unless some runs of both got to the score.
     """
     if not reached(results) or not reached(others):
@@ -252,7 +255,7 @@ def beside(results: list[dict], others: list[dict]) -> tuple[float, list[float]]
     strata = [rows_of(results), rows_of(others)]
     ratio = float(times_as_fast(strata))
     ends = report.interval(strata, times_as_fast) or [ratio, ratio]
-    return ratio, [end if math.isfinite(end) else ratio for end in ends]
+    return ratio, ends
 
 
 def compared(results: list[dict], others: list[dict]) -> str:

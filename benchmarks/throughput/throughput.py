@@ -213,8 +213,9 @@ def compare(contestants: dict[str, dict]) -> dict:
     for name in [name for name in ours if name != "eager" and "eager" in ours]:
         ratios.append(ratio(contestants, name, "eager"))
         own, starts = contestants[name], [x["first_update_seconds"] for x in eager["rounds"] if "failed" not in x]
-        # Eager has nothing to compile, so its starts are alike, but for the first, which reads packages from the disk
-        base = (float(np.median(starts)), eager["steps_per_second"])
+        # Eager has nothing to compile, so its starts are alike, but for the first, which reads packages from the disk.
+        # Its speed is the one in the tables, by which compiling gains what it gained round by round
+        base = (float(np.median(starts)), own["steps_per_second"] / ratios[-1]["ratio"])
         breaks[name] = {
             cache: steady.break_even(own[f"{cache}_seconds"], own["steps_per_second"], *base)
             for cache in ("cold", "warm")
