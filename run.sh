@@ -90,6 +90,7 @@ install_apart() {
   if [ -n "$help${!given:-}" ] || [ -e "$stamp" ]; then return; fi
   echo "installing requirements/requirements-$1.txt into .venv-$1" >&2
   if ! "$folder/bin/python" -m pip --version > /dev/null 2>&1; then
+    [ "$1" != cleanrl ] || local PYTHON=${PYTHON:-python3.11}  # its MuJoCo has no wheels for later ones
     python=$(find_python)
     "$python" -m venv "$folder"
   fi
@@ -98,12 +99,12 @@ install_apart() {
   touch "$stamp"
 }
 
-# Run a command in the folder of the caller, so that paths are what they look like. The modules are this checkout's,
-# whatever lies in that folder; after it the caller's own can be found too, such as one that registers an environment.
+# Run a command in the folder of the caller, so that paths are what they look like. The modules are this checkout's and
+# Python's, whatever lies in that folder; benchmarks/__init__.py puts it at the end of the path.
 start() {
   local python=$1
   shift
-  PYTHONPATH="$root:$PWD${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -P -m benchmarks "$@"
+  PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -P -m benchmarks "$@"
 }
 
 command=${1:-help}

@@ -10,7 +10,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from benchmarks.common.programs import check_known, fail
+from benchmarks.common.programs import INSTALL, check_known, fail
 
 COMMANDS = {
     "backends": "benchmarks.throughput.backends",
@@ -53,8 +53,7 @@ def main(arguments: list[str]) -> int | None:
         print(f"{docstring(name)}\n\nIts flags are shown once it is installed, which ./run.sh {name} does.")
         return None
     if missing:
-        how = "pip install -c requirements/constraints.txt -r requirements/requirements.txt"
-        fail(f"this Python lacks {', '.join(missing)}: {how}")
+        fail(f"this Python lacks {', '.join(missing)}: {INSTALL.format('benchmark')}")
     importlib.import_module("benchmarks.common.results").code_at_start()
     module = importlib.import_module(COMMANDS[name])
     if not hasattr(module, "Options"):

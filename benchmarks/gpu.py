@@ -373,8 +373,11 @@ def check(options: Options) -> list[str]:
     if not options.dry_run and not torch.cuda.is_available():
         fail("PyTorch finds no CUDA device here; --dry-run goes the same way on the CPU, at toy size")
     make_folder(options.out)
-    if (options.out / f"{options.stage}.md").exists():
+    names = (f"{options.stage}.md", *(f"{name}.json" for name in STAGES[options.stage]))
+    if any((options.out / name).exists() for name in names):
         fail(f"{options.out} holds results of this stage; name another folder")
+    if options.cache and " " in str(options.cache.resolve()):
+        fail(f"--cache: Inductor does not quote a folder with a space in its name, {options.cache.resolve()}")
     scripts = options.scripts or (("dqn",) if options.dry_run else tuple(pairs_here()))
     if not options.scripts and not options.dry_run:
         say_left_out()

@@ -92,7 +92,7 @@ class Args:
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool's if several, mostly (docs/ppo.md)
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: mostly EnvPool if several envs (docs/ppo.md)
     async_envs: bool = False  # runners step Gymnasium environments in worker processes: pays if steps take milliseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 500_000  # environment steps in the whole run, rounded up to whole fragments
@@ -168,7 +168,7 @@ class Convolutions(nn.Module):
 
     def forward(self, obs: Tensor) -> Tensor:
         x = space_to_depth(obs.view(len(obs), -1, 84, 84)).permute(0, 3, 1, 2).float()
-        x = nn.functional.conv2d(x, self.conv1.weight / 255, self.conv1.bias).relu()  # pixels from 0 to 1
+        x = self.conv1._conv_forward(x, self.conv1.weight / 255, self.conv1.bias).relu()  # pixels from 0 to 1
         return self.conv3(self.conv2(x).relu()).relu().permute(0, 2, 3, 1).flatten(1)
 
 
@@ -279,7 +279,7 @@ class Runner:
         else:  # a few vectors are too little work for a GPU, or for PyTorch
             self.q_values = self.network.on_arrays()
             check_policy(self.q_values, self.network, self.network, self.envs.obs_dim)
-        self.rng = np.random.default_rng([*seeds, 1])  # the 1: or a lone environment would draw the same numbers
+        self.rng = np.random.default_rng([*seeds, 1])  # with a 1: a lone environment may draw from its seed alone
         self.statistics, self.clock = EpisodeStatistics(len(seeds)), Clock()
         self.obs, self.done, self.age = self.envs.reset(), np.zeros(len(seeds), dtype=bool), np.zeros(len(seeds), int)
         self.first_env = 0  # index of its first environment among those of all runners
@@ -374,25 +374,25 @@ def train(args: Args) -> Path:
     saved = {"replay": replay} if args.save_replay and not args.replay_shards else {}
     run.open(runners, network=network, target_network=target_network, optimizer=optimizer, **saved)
     first_update = args.learning_starts + (0 if saved else run.step)  # refill an unsaved replay first
-    losses, owed, seen = None, 0.0, run.step
+    losses, updates_due, last_step = None, 0.0, run.step
     runners.publish(run.num_updates, get_weights(network))
     while run.goes_on():
         # Collect. The fragment that is ready first; meanwhile runners make the next ones, but no more than two each
         _reports, fragments = runners.collect(1, 1)
         replay.add(*fragments)
         if run.step > first_update:
-            owed += (run.step - seen) * args.samples_per_insert / args.batch_size
-        seen = run.step
+            updates_due += (run.step - last_step) * args.samples_per_insert / args.batch_size
+        last_step = run.step
 
         # Learn. All the samples that the new transitions allow, before more transitions are collected
-        while owed >= 1 and (batch := replay.next_batch(int(owed))):
+        while updates_due >= 1 and (batch := replay.next_batch(int(updates_due))):
             losses, error = update(*batch)
             replay.write_back(error)  # takes effect after the next draw
-            run.num_updates, owed = run.num_updates + 1, owed - 1
+            run.num_updates, updates_due = run.num_updates + 1, updates_due - 1
             if run.num_updates % args.target_network_frequency == 0:
                 move_towards(list(target_network.parameters()), list(network.parameters()))
             run.stop_if_asked()
-        owed %= 1  # samples missing because of dead shards are not made up for
+        updates_due %= 1  # those that dead shards had no samples for are not made up for
         runners.publish(run.num_updates, get_weights(network))
 
         # Log
@@ -445,8 +445,9 @@ def free_memory(device: torch.device) -> float:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = 1024 * int(dict(line.split()[:2] for line in lines)["MemAvailable:"])
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        cache = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["file"]
-        free = min(free, limit - used + int(cache))  # the kernel drops cached files when memory is short
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cache = int(stat["file"]) - int(stat.get("shmem", 0))  # shared memory stays
+        free = min(free, limit - used + cache)  # the kernel drops cached files when memory is short
     return free
 
 
@@ -741,7 +742,10 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     warnings.filterwarnings("ignore", ".*out of date")  # about old ids, which published results use
     if "mujoco" in str(env):
         importlib.import_module("mujoco").set_mju_user_warning(show_warning)
-    env = wrap(gym.make(env, disable_env_checker=True, **settings))
+    try:
+        env = wrap(gym.make(env, disable_env_checker=True, **settings))
+    except SystemExit as end:  # as of a simulator without a licence
+        raise RuntimeError(f"its constructor has called sys.exit({end.code!r})") from end
     layer = env
     while isinstance(layer, gym.Wrapper):
         is_normal = isinstance(layer, gym.wrappers.NormalizeObservation | gym.wrappers.NormalizeReward)
@@ -929,7 +933,7 @@ def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray, in
 
 
 def numbers_in(info: dict) -> dict[str, float]:
-    """The finite numbers of an `info`, such as is_success; not those that EnvPool keeps for itself."""
+    """The numbers of an `info` whose mean is finite, such as is_success; not those that EnvPool keeps for itself."""
     own = {"env_id", "elapsed_step"}
     found = {key: x for key, x in info.items() if isinstance(key, str) and key[:1] != "_" and key not in own}
     for key, x in found.items():  # arrays and tensors without dimensions, of any library
@@ -938,7 +942,7 @@ def numbers_in(info: dict) -> dict[str, float]:
     numbers = {key: x for key, x in found.items() if isinstance(x, bool | int | float | np.bool_ | np.number)}
     # `float` raises for times, and for some large integers
     fits = {key: abs(x) < 2**63 if type(x) is int else not isinstance(x, np.timedelta64) for key, x in numbers.items()}
-    return {key: float(x) for key, x in numbers.items() if fits[key] and math.isfinite(x)}
+    return {key: float(x) for key, x in numbers.items() if fits[key] and abs(x) < 1e300}
 
 
 def without(settings: dict, names: set[str]) -> dict:
@@ -2037,6 +2041,7 @@ class ReplayShards(Replay):
         deadline = time.monotonic() + self.args.fragment_timeout
         while not self.ray.wait([reference], timeout=0.5)[0]:
             self.runners.run.stop_if_asked()
+            self.runners.run.stop_if_asked()
             if time.monotonic() > deadline:
                 self.runners.stop(f"replay shard {index} has not answered for {self.args.fragment_timeout:g} s")
         try:
@@ -2222,8 +2227,8 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     typed = {other_names.get(flag, flag) for flag in (flag.removeprefix("no_") for flag in flags)}
     defaults = vars(Args())
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
-    of_the_machine = ["resume", "override", "device", "checkpoint_every", "track", "tensorboard"]
-    of_the_machine += ["wandb_project_name", "wandb_entity", "ray_address", "fragment_timeout", "runner_restarts"]
+    of_the_machine = "resume override device checkpoint_every track tensorboard wandb_project_name wandb_entity".split()
+    of_the_machine += "ray_address fragment_timeout runner_restarts step_timeout max_restarts".split()
     of_the_machine += [f"{what}_per_{who}" for what in ("cpus", "gpus") for who in ("runner", "learner")]
     for name, value in given.items():
         may_change = name in of_the_machine or (name == "total_timesteps" and value > saved.total_timesteps)
@@ -2655,7 +2660,8 @@ class Run:
                 os.fsync(file.fileno())
             new.replace(self.dir / "checkpoint.pt")
         except (OSError, RuntimeError) as error:
-            new.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # of a disk that can only be read, which is said below
+                new.unlink()
             sys.exit(f"error: can't write a checkpoint: {error}; {self.hint()}")
         self.saved_step = self.step
 
@@ -2695,7 +2701,10 @@ class Run:
             raise
         stopped_by = self.stopped_by  # a signal from here on has stopped nothing
         self.exit_code = int(bool(error or stopped_by))
-        self.at_end.close()
+        try:
+            self.at_end.close()
+        except Exception as problem:  # as of Weights & Biases, without network: the run is on the disk
+            print(f"note: {type(problem).__name__} while the run was closed: {problem}", file=sys.stderr)
         if error:
             sys.exit(f"error: {' '.join(error.split())}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and stopped_by is None:

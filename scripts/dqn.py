@@ -83,7 +83,7 @@ class Args:
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool's if several, mostly (docs/ppo.md)
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: mostly EnvPool if several envs (docs/ppo.md)
     sync_envs: bool = False  # step all environments in this process, one by one: best if a step takes microseconds
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 500_000  # environment steps in the whole run
@@ -244,8 +244,9 @@ def free_memory(device: torch.device) -> float:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = 1024 * int(dict(line.split()[:2] for line in lines)["MemAvailable:"])
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        cache = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["file"]
-        free = min(free, limit - used + int(cache))  # the kernel drops cached files when memory is short
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cache = int(stat["file"]) - int(stat.get("shmem", 0))  # shared memory stays
+        free = min(free, limit - used + cache)  # the kernel drops cached files when memory is short
     return free
 
 
@@ -649,7 +650,10 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     warnings.filterwarnings("ignore", ".*out of date")  # about old ids, which published results use
     if "mujoco" in str(env):
         importlib.import_module("mujoco").set_mju_user_warning(show_warning)
-    env = wrap(gym.make(env, disable_env_checker=True, **settings))
+    try:
+        env = wrap(gym.make(env, disable_env_checker=True, **settings))
+    except SystemExit as end:  # as of a simulator without a licence
+        raise RuntimeError(f"its constructor has called sys.exit({end.code!r})") from end
     layer = env
     while isinstance(layer, gym.Wrapper):
         is_normal = isinstance(layer, gym.wrappers.NormalizeObservation | gym.wrappers.NormalizeReward)
@@ -850,7 +854,7 @@ def warn_of_pixels(space: gym.Space, obs_dim: int) -> None:
 
 
 def numbers_in(info: dict) -> dict[str, float]:
-    """The finite numbers of an `info`, such as is_success; not those that EnvPool keeps for itself."""
+    """The numbers of an `info` whose mean is finite, such as is_success; not those that EnvPool keeps for itself."""
     own = {"env_id", "elapsed_step"}
     found = {key: x for key, x in info.items() if isinstance(key, str) and key[:1] != "_" and key not in own}
     for key, x in found.items():  # arrays and tensors without dimensions, of any library
@@ -859,7 +863,7 @@ def numbers_in(info: dict) -> dict[str, float]:
     numbers = {key: x for key, x in found.items() if isinstance(x, bool | int | float | np.bool_ | np.number)}
     # `float` raises for times, and for some large integers
     fits = {key: abs(x) < 2**63 if type(x) is int else not isinstance(x, np.timedelta64) for key, x in numbers.items()}
-    return {key: float(x) for key, x in numbers.items() if fits[key] and math.isfinite(x)}
+    return {key: float(x) for key, x in numbers.items() if fits[key] and abs(x) < 1e300}
 
 
 def without(settings: dict, names: set[str]) -> dict:
@@ -1097,8 +1101,8 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     typed = {other_names.get(flag, flag) for flag in (flag.removeprefix("no_") for flag in flags)}
     defaults = vars(Args())
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
-    of_the_machine = ["resume", "override", "device", "checkpoint_every", "track", "tensorboard"]
-    of_the_machine += ["wandb_project_name", "wandb_entity", "ray_address", "fragment_timeout", "runner_restarts"]
+    of_the_machine = "resume override device checkpoint_every track tensorboard wandb_project_name wandb_entity".split()
+    of_the_machine += "ray_address fragment_timeout runner_restarts step_timeout max_restarts".split()
     of_the_machine += [f"{what}_per_{who}" for what in ("cpus", "gpus") for who in ("runner", "learner")]
     for name, value in given.items():
         may_change = name in of_the_machine or (name == "total_timesteps" and value > saved.total_timesteps)
@@ -1530,7 +1534,8 @@ class Run:
                 os.fsync(file.fileno())
             new.replace(self.dir / "checkpoint.pt")
         except (OSError, RuntimeError) as error:
-            new.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # of a disk that can only be read, which is said below
+                new.unlink()
             sys.exit(f"error: can't write a checkpoint: {error}; {self.hint()}")
         self.saved_step = self.step
 
@@ -1570,7 +1575,10 @@ class Run:
             raise
         stopped_by = self.stopped_by  # a signal from here on has stopped nothing
         self.exit_code = int(bool(error or stopped_by))
-        self.at_end.close()
+        try:
+            self.at_end.close()
+        except Exception as problem:  # as of Weights & Biases, without network: the run is on the disk
+            print(f"note: {type(problem).__name__} while the run was closed: {problem}", file=sys.stderr)
         if error:
             sys.exit(f"error: {' '.join(error.split())}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and stopped_by is None:

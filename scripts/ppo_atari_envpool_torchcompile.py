@@ -20,8 +20,8 @@ number of actions, P = number of parameters. A step is --frame-skip frames of th
 
 Settings, except --env-id, are those of CleanRL's script of the same name. Departures from it: a truncated game
 bootstraps from the value of its last observation; a game resets in the step after its end, and this row is masked; a
-return is the score of a whole game, be it terminated or truncated; --target-kl tests the mean approx_kl of an epoch,
-and the log has such means, of the last epoch.
+return is the score of a whole game, be it terminated or truncated; --target-kl looks at means over an epoch; the log
+has the means of a rollout's last epoch.
 
 Reading order: settings, networks, formulas, then `train`, the algorithm. Below the `# ----` line is only plumbing.
 """
@@ -162,7 +162,7 @@ class ActorCritic(nn.Module):
         with torch.autocast(obs.device.type, self.dtype, enabled=self.dtype != torch.float32):
             x = obs.permute(0, 3, 1, 2).to(self.dtype)  # bytes are exact in bfloat16, too
             # Scales pixels to 0..1: dividing the weights is cheaper
-            x = nn.functional.conv2d(x, self.conv1.weight / 255, self.conv1.bias).relu()
+            x = self.conv1._conv_forward(x, self.conv1.weight / 255, self.conv1.bias).relu()
             x = self.conv3(self.conv2(x).relu()).relu()
             x = self.hidden(x.permute(0, 2, 3, 1).flatten(1)).relu().float()
         return self.actor(x).log_softmax(1), self.critic(x).squeeze(1)
@@ -1188,8 +1188,8 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     typed = {other_names.get(flag, flag) for flag in (flag.removeprefix("no_") for flag in flags)}
     defaults = vars(Args())
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
-    of_the_machine = ["resume", "override", "device", "checkpoint_every", "track", "tensorboard"]
-    of_the_machine += ["wandb_project_name", "wandb_entity", "ray_address", "fragment_timeout", "runner_restarts"]
+    of_the_machine = "resume override device checkpoint_every track tensorboard wandb_project_name wandb_entity".split()
+    of_the_machine += "ray_address fragment_timeout runner_restarts step_timeout max_restarts".split()
     of_the_machine += [f"{what}_per_{who}" for what in ("cpus", "gpus") for who in ("runner", "learner")]
     for name, value in given.items():
         may_change = name in of_the_machine or (name == "total_timesteps" and value > saved.total_timesteps)
@@ -1621,7 +1621,8 @@ class Run:
                 os.fsync(file.fileno())
             new.replace(self.dir / "checkpoint.pt")
         except (OSError, RuntimeError) as error:
-            new.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # of a disk that can only be read, which is said below
+                new.unlink()
             sys.exit(f"error: can't write a checkpoint: {error}; {self.hint()}")
         self.saved_step = self.step
 
@@ -1661,7 +1662,10 @@ class Run:
             raise
         stopped_by = self.stopped_by  # a signal from here on has stopped nothing
         self.exit_code = int(bool(error or stopped_by))
-        self.at_end.close()
+        try:
+            self.at_end.close()
+        except Exception as problem:  # as of Weights & Biases, without network: the run is on the disk
+            print(f"note: {type(problem).__name__} while the run was closed: {problem}", file=sys.stderr)
         if error:
             sys.exit(f"error: {' '.join(error.split())}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and stopped_by is None:

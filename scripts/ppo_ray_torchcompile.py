@@ -24,7 +24,7 @@ This is PPO as in `ppo.py` and `ppo_continuous_action.py` along three axes: runn
 fragments, T steps of its V environments. --rollout batched: all fragments have the newest weights, and the slowest is
 awaited: on-policy. first-ready: a batch is the first W fragments to arrive; runners do not wait for each other. A late
 one goes into the next batch with its recorded probabilities, or is dropped if over one update old. Departures from
-CleanRL: those of both files; observations are normalized by the learner's last statistics.
+CleanRL: those of both files; observations are normalized by the learner's last statistics, rewards also by their own.
 
 Reading order: settings, networks, formulas; `Runner`, `make_learner`, `train`. Then `ppo.py`'s layers, and plumbing.
 """
@@ -93,7 +93,7 @@ class Args:
 
     # environment
     env_id: str = "CartPole-v1"  # any id of Gymnasium (module:Env-v0 too) or EnvPool with Discrete or Box actions
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: EnvPool's if several, mostly (docs/ppo.md)
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"  # auto: mostly EnvPool if several envs (docs/ppo.md)
     async_envs: bool = False  # runners step Gymnasium environments in worker processes that do not wait for each other
     env_kwargs: str = "{}"  # arguments for the environment's constructor, as JSON: '{"key": value}'
     total_timesteps: int = 500_000  # environment steps, rows of resets included, rounded down to whole rollouts
@@ -250,7 +250,7 @@ class Runner:
             self.obs_type, self.device, self.policy = np.float32, torch.device("cpu"), numpy_mlp(self.agent.actor)
             check_policy(self.policy, lambda obs: self.agent(obs)[0], self.agent, self.envs.obs_dim)
         check_density(self.agent)
-        self.rng = np.random.default_rng([*seeds, 1])  # the 1: or a lone environment would draw the same numbers
+        self.rng = np.random.default_rng([*seeds, 1])  # with a 1: a lone environment may draw from its seed alone
         self.statistics, self.clock = EpisodeStatistics(len(seeds)), Clock()
         self.obs, self.done = self.envs.reset(), np.zeros((1, len(seeds)), dtype=bool)
         self.obs_norm = RunningNorm((self.envs.obs_dim,) * args.norm_obs)  # else one number: less to send
@@ -290,7 +290,7 @@ class Runner:
         if self.args.norm_obs:
             self.obs_norm.update(raw_obs[1:].reshape(-1, self.envs.obs_dim))
         if self.args.norm_rewards:
-            self.reward_scale(reward, valid)
+            self.reward_scale(reward, valid)  # for its statistics; scaled below
         of_fragment = moments(self.obs_norm), moments(self.reward_scale)
         merge(self.reward_scale, *scale_moments)  # scale rewards by all statistics so far, this fragment included
         if self.args.norm_rewards:
@@ -373,7 +373,8 @@ def make_learner(args: Args, observation_space: gym.Space, action_space: gym.Spa
         """Learn from fragments -> METRICS, explained variance, learning rate. All learners use one order of rows."""
         explained_variance, *batch = estimate(*to_batch(fragments, device))
         permutations = draw_permutations(args, int(optimizer.num_rollouts), len(batch[0])).to(device)
-        all_stats = advantage_stats(batch[4][permutations], batch[6][permutations], args.norm_adv, add_up)
+        *_, advantage, _returns, valid = batch
+        all_stats = advantage_stats(advantage[permutations], valid[permutations], args.norm_adv, add_up)
         for permutation, stats in zip(permutations, all_stats, strict=True):
             losses = update_epoch(permutation, stats, *batch)
             if args.target_kl is not None and losses[METRICS.index("losses/approx_kl")] > args.target_kl:
@@ -476,7 +477,7 @@ class Frames(nn.Module):
     def forward(self, obs: Tensor) -> Tensor:
         # With 4 x 4 pixel blocks as channels, an 8 x 8 kernel of stride 4 becomes 2 x 2: an update takes half the time
         x = space_to_depth(obs.view(len(obs), -1, 84, 84)).permute(0, 3, 1, 2).float()
-        x = nn.functional.conv2d(x, self.conv1.weight / 255, self.conv1.bias).relu()  # pixels from 0 to 1
+        x = self.conv1._conv_forward(x, self.conv1.weight / 255, self.conv1.bias).relu()  # pixels from 0 to 1
         x = self.conv3(self.conv2(x).relu()).relu()
         return self.hidden(x.permute(0, 2, 3, 1).flatten(1)).relu()
 
@@ -1253,7 +1254,10 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     warnings.filterwarnings("ignore", ".*out of date")  # about old ids, which published results use
     if "mujoco" in str(env):
         importlib.import_module("mujoco").set_mju_user_warning(show_warning)
-    env = wrap(gym.make(env, disable_env_checker=True, **settings))
+    try:
+        env = wrap(gym.make(env, disable_env_checker=True, **settings))
+    except SystemExit as end:  # as of a simulator without a licence
+        raise RuntimeError(f"its constructor has called sys.exit({end.code!r})") from end
     layer = env
     while isinstance(layer, gym.Wrapper):
         is_normal = isinstance(layer, gym.wrappers.NormalizeObservation | gym.wrappers.NormalizeReward)
@@ -1441,7 +1445,7 @@ def check_finite(obs: np.ndarray, reward: np.ndarray, terminated: np.ndarray, in
 
 
 def numbers_in(info: dict) -> dict[str, float]:
-    """The finite numbers of an `info`, such as is_success; not those that EnvPool keeps for itself."""
+    """The numbers of an `info` whose mean is finite, such as is_success; not those that EnvPool keeps for itself."""
     own = {"env_id", "elapsed_step"}
     found = {key: x for key, x in info.items() if isinstance(key, str) and key[:1] != "_" and key not in own}
     for key, x in found.items():  # arrays and tensors without dimensions, of any library
@@ -1450,7 +1454,7 @@ def numbers_in(info: dict) -> dict[str, float]:
     numbers = {key: x for key, x in found.items() if isinstance(x, bool | int | float | np.bool_ | np.number)}
     # `float` raises for times, and for some large integers
     fits = {key: abs(x) < 2**63 if type(x) is int else not isinstance(x, np.timedelta64) for key, x in numbers.items()}
-    return {key: float(x) for key, x in numbers.items() if fits[key] and math.isfinite(x)}
+    return {key: float(x) for key, x in numbers.items() if fits[key] and abs(x) < 1e300}
 
 
 def without(settings: dict, names: set[str]) -> dict:
@@ -2628,8 +2632,8 @@ def load_checkpoint(args: Args) -> tuple[Args, dict]:
     typed = {other_names.get(flag, flag) for flag in (flag.removeprefix("no_") for flag in flags)}
     defaults = vars(Args())
     given = {name: value for name, value in vars(args).items() if name in typed or value != defaults[name]}
-    of_the_machine = ["resume", "override", "device", "checkpoint_every", "track", "tensorboard"]
-    of_the_machine += ["wandb_project_name", "wandb_entity", "ray_address", "fragment_timeout", "runner_restarts"]
+    of_the_machine = "resume override device checkpoint_every track tensorboard wandb_project_name wandb_entity".split()
+    of_the_machine += "ray_address fragment_timeout runner_restarts step_timeout max_restarts".split()
     of_the_machine += [f"{what}_per_{who}" for what in ("cpus", "gpus") for who in ("runner", "learner")]
     for name, value in given.items():
         may_change = name in of_the_machine or (name == "total_timesteps" and value > saved.total_timesteps)
@@ -3061,7 +3065,8 @@ class Run:
                 os.fsync(file.fileno())
             new.replace(self.dir / "checkpoint.pt")
         except (OSError, RuntimeError) as error:
-            new.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # of a disk that can only be read, which is said below
+                new.unlink()
             sys.exit(f"error: can't write a checkpoint: {error}; {self.hint()}")
         self.saved_step = self.step
 
@@ -3101,7 +3106,10 @@ class Run:
             raise
         stopped_by = self.stopped_by  # a signal from here on has stopped nothing
         self.exit_code = int(bool(error or stopped_by))
-        self.at_end.close()
+        try:
+            self.at_end.close()
+        except Exception as problem:  # as of Weights & Biases, without network: the run is on the disk
+            print(f"note: {type(problem).__name__} while the run was closed: {problem}", file=sys.stderr)
         if error:
             sys.exit(f"error: {' '.join(error.split())}, at step {self.step}; {self.hint()}")
         if self.step == self.first_step > 0 and stopped_by is None:

@@ -189,6 +189,10 @@ def test_bad_flags(run_dir, refused, tmp_path, capsys):
     assert "--episodes" in refused(run_dir, episodes=0)
     assert "--seed must be at least 0" in refused(run_dir, seed=-1)
     assert refused(run_dir, script=Path("nowhere.py")) == "error: --script nowhere.py: there is no such file\n"
+    (run_dir / "broken.py").write_text("import a_module_that_is_nowhere\n")
+    with pytest.raises(SystemExit) as end:  # after a note that it is not the file of the run
+        evaluate.evaluate(evaluate.Options(run_dir, script=run_dir / "broken.py"))
+    assert end.value.code == 2 and "broken.py can't be imported: No module named" in capsys.readouterr().err
     done = benchmark_here(capsys, "evaluate", tmp_path / "missing")
     assert done.returncode == 2 and done.stderr == f"error: there is no folder {tmp_path / 'missing'}\n"
 
@@ -218,6 +222,9 @@ def test_video_needs_a_file_that_can_be_written(monkeypatch, tmp_path, capsys):
     for path in (tmp_path / "folder.mp4", tmp_path / "missing" / "a.mp4"):
         line = refusal(lambda path: evaluate.check_video(module, "CartPole-v1", path), path, capsys)
         assert line == f"error: --video: can't write a file {path}\n"
+    (tmp_path / "old.mp4").touch()
+    line = refusal(lambda path: evaluate.check_video(module, "CartPole-v1", path), tmp_path / "old.mp4", capsys)
+    assert line == f"error: --video: {tmp_path / 'old.mp4'} exists; name another file\n"
 
 
 def test_video_of_an_environment_of_envpool(tmp_path, monkeypatch, capsys):

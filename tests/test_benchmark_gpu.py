@@ -86,8 +86,13 @@ def test_without_cuda_it_says_so(tmp_path, capsys):
 
 def test_bad_input(tmp_path, capsys):
     (tmp_path / "speed.md").touch()
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / "rollout.json").touch()  # of `./run.sh rollout --out`
     for options, message in (
         ({"out": tmp_path}, "holds results of this stage"),
+        ({"stage": "more", "out": others}, "holds results of this stage"),
+        ({"out": tmp_path / "new", "cache": tmp_path / "a b"}, "does not quote a folder with a space"),
         ({"out": Path("/dev/null/x")}, "can't write"),
         ({"out": tmp_path / "new", "scripts": ("sarsa",)}, "no script sarsa"),
         ({"out": tmp_path / "new", "parts": ("rollout",)}, "no part rollout"),
@@ -96,7 +101,7 @@ def test_bad_input(tmp_path, capsys):
         ({"out": tmp_path / "new", "memory_gib": 0}, "--memory-gib"),
         ({"out": tmp_path / "new", "leanrl": tmp_path / "none"}, "--leanrl: there is no folder"),
     ):
-        assert message in refusal(gpu.check, gpu.Options("speed", **options, dry_run=True), capsys)
+        assert message in refusal(gpu.check, gpu.Options(**{"stage": "speed", "dry_run": True} | options), capsys)
 
 
 def test_as_many_at_a_time_as_memory_is_enough_for(monkeypatch):

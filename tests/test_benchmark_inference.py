@@ -54,9 +54,8 @@ def test_a_result_with_paths_that_did_not_get_their_time_replaces_no_whole_one(t
         ]
         result = {"network": "ppo", "device": "cpu", "threads": 1, "batch_sizes": [1], "cells": cells}
         monkeypatch.setattr(inference, "measure", lambda *x: x[-1](result | {"provenance": provenance()}, True))
-        inference.main(
-            inference.Options(("ppo",), ("numpy", "eager"), batch_sizes=(1,), devices=("cpu",), out=tmp_path)
-        )
+        options = {"batch_sizes": (1,), "devices": ("cpu",), "out": tmp_path}
+        assert inference.main(inference.Options(("ppo",), ("numpy", "eager"), **options)) == len(broken)
         return [cell for cell in json.loads((tmp_path / "ppo.cpu.json").read_text())["cells"] if "error" in cell]
 
     paths = ("eager", "numpy")
@@ -64,6 +63,21 @@ def test_a_result_with_paths_that_did_not_get_their_time_replaces_no_whole_one(t
     assert len(measure_with("numpy")) == 1 and measure_with() == []
     assert measure_with("numpy") == [] and (tmp_path / "ppo.cpu.json.part").exists()
     assert [inference.calls(x) for x in (None, 0, 0.2, 1234.5)] == ["never", "0", "1", "1,235"]
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_env_pool"])
+def test_a_network_acts_once(name):
+    """Each layer is called once, or eager would look slower than it is; the values are those of the script."""
+    network, calls = make_act(name), []
+    obs, noise = draw_inputs(name, network, 5, torch.device("cpu"))
+    layers = [layer for layer in network.agent.modules() if isinstance(layer, torch.nn.Linear)]
+    for layer in layers:
+        layer.register_forward_hook(lambda layer, *_: calls.append(layer))
+    action, log_prob, value = network(obs, noise)
+    assert len(calls) == len(layers) and set(calls) == set(layers)
+    output = network.agent.actor(obs)
+    assert torch.equal(action, (output + noise).argmax(1)) and torch.equal(value, network.agent.critic(obs)[:, 0])
+    torch.testing.assert_close(log_prob, output.log_softmax(1)[torch.arange(5), action])
 
 
 def contestant(code: str, output: Path) -> turns.Contestant:

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from benchmark_helpers import refusal
 
 from benchmarks.common import results
 from benchmarks.common.programs import ROOT
@@ -23,6 +24,13 @@ def source():
     return lambda **changes: stale.Source(
         **{"name": "x", "commit": commit, "command": "./run.sh x", "is_clean": True, "files": [], "pair": ""} | changes
     )
+
+
+def test_without_the_history_nothing_is_noted(monkeypatch, capsys):
+    """As in a shallow clone, where all commits but the last would seem to be missing."""
+    for answer in ("", "true"):
+        monkeypatch.setattr(stale, "git", lambda *_, x=answer: x)
+        assert "git fetch --unshallow" in refusal(stale.main, ["--note"], capsys)
 
 
 def test_only_what_a_script_does_counts():

@@ -250,7 +250,8 @@ def test_pairs_that_need_ray_are_named_where_there_is_none(monkeypatch, capsys):
     monkeypatch.setattr(programs.importlib.util, "find_spec", lambda _: None)
     programs.say_left_out()
     line = capsys.readouterr().err
-    assert line.startswith("left out, as Ray is not installed: a3c_ray, apex_dqn_ray, impala_ray, ppo_ray: pip install")
+    assert line.startswith("left out, as Ray is not installed: a3c_ray, apex_dqn_ray, impala_ray, ppo_ray: ")
+    assert "-m pip install -c" in line
     assert "ppo_ray" not in programs.pairs_here()
 
 

@@ -584,6 +584,9 @@ def test_programs_start_in_the_folder_of_the_user(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     child = processes.start([*programs.AS_MODULE, "benchmarks.throughput.ceilings"], tmp_path / "output")
     assert child.wait(60) == 2 and "name what to measure" in child.last_lines()
+    (tmp_path / "mine.py").touch()  # it may register an environment
+    child = processes.start([*programs.AS_MODULE[:2], "-c", "import benchmarks, mine, copy"], tmp_path / "output")
+    assert child.wait(60) == 0
     child = processes.start(["pwd"], tmp_path / "output")
     assert child.wait(60) == 0 and child.last_lines() == str(tmp_path)
 

@@ -125,11 +125,20 @@ def test_bad_input(options, message, tmp_path, capsys):
     assert message in refusal(tune.begin, tune.Options(**given), capsys)
 
 
+@pytest.mark.parametrize("name", ["report.json", "tune"])
+def test_a_folder_with_a_report_or_with_trials_that_have_no_journal_is_refused(name, tmp_path, capsys):
+    """The one would be replaced; of the others, those of another search would go on."""
+    (tmp_path / name).mkdir()
+    options = tune.Options(script="ppo", search=("gamma=[0.9,0.99]",), out=tmp_path)
+    assert "holds a report, or trials without their journal" in refusal(tune.begin, options, capsys)
+
+
 def test_packages_that_are_missing_are_named(monkeypatch, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "optuna" else find(name) or name)
     options = tune.Options(script="ppo", search=("gamma=[0.9,0.99]",), search_algorithm="optuna")
-    assert "needs Optuna: pip install -c" in refusal(tune.check, options, capsys)
+    line = refusal(tune.check, options, capsys)
+    assert "needs Optuna: " in line and "-m pip install -c" in line
 
 
 def test_settings_as_flags():

@@ -1190,6 +1190,7 @@ CHANGED_DRAWS = [
     ("ppo", "= noisy_logits.argmax(1)\n", "= action[t - 1]  # sticky\n"),
     ("ppo_env_pool", "policy(obs[t, ready]) + noise[t, ready]", "policy(obs[t, ready]) / 5 + noise[t, ready]"),
     ("ppo_env_pool", "policy(obs[t, ready]) + noise[t, ready]", "policy(obs[t, ready] / 255) + noise[t, ready]"),
+    ("ppo_env_pool", "else sample[t, ready]\n", "else sample[t, ready].clip(-0.01, 0.01)\n"),
 ]
 
 

@@ -616,6 +616,30 @@ def test_runs_of_one_name_are_two_in_weights_and_biases(monkeypatch, tmp_path):
     assert wandb.codes == [0, 0, 0, 1, 1]
 
 
+def test_a_run_that_has_succeeded_is_not_failed_by_its_closing(monkeypatch, tmp_path, capfd):
+    """As if there is no network any more when Weights & Biases is to finish."""
+    wandb = FakeWandb(tmp_path)
+    wandb.finish = mock.Mock(side_effect=ConnectionError("no network"))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    run = helpers.train("ppo", tmp_path / "run", track=True, tensorboard=True, total_timesteps=64)
+    out, err = capfd.readouterr()
+    assert run.checkpoint["global_step"] > 50 and "log, checkpoint, configuration" in out
+    assert "note: ConnectionError while the run was closed: no network" in err
+
+
+def test_a_constructor_that_ends_the_program_is_refused(capfd, tmp_path, monkeypatch):
+    """As of a simulator without a licence: the exit code would be 0, and nothing said why."""
+    monkeypatch.setattr(gym, "make", mock.Mock(side_effect=SystemExit(0)))
+    code, error = error_of(capfd, "ppo", tmp_path / "run", num_envs=1, num_minibatches=1)
+    assert code == 2 and "its constructor has called sys.exit(0)" in error
+
+
+def test_numbers_whose_mean_would_not_be_finite_are_not_logged():
+    script = load("ppo")
+    info = {"most": sys.float_info.max, "nan": math.nan, "inf": np.inf, "fine": -1e30, "flag": np.True_}
+    assert script.numbers_in(info) == {"fine": -1e30, "flag": 1.0}
+
+
 def test_an_error_of_weights_and_biases_is_one_line(monkeypatch, tmp_path, capfd):
     """Its errors have no common type but Exception."""
     wandb = FakeWandb(tmp_path)

@@ -327,6 +327,14 @@ def test_a_run_survives_deaths_and_masks_what_they_broke_off(train, monkeypatch,
         assert episode in range(10) and length == (3 if episode % 2 == 0 else 5)
 
 
+def test_the_limits_of_workers_may_change_when_a_run_goes_on(train, tmp_path):
+    """As the line says that ends it when they were too narrow."""
+    train(NAME, total_timesteps=128)
+    helpers.call(NAME, resume=str(tmp_path / "run0"), step_timeout=300.0, max_restarts=99, device="cpu")
+    (part,) = json.loads((tmp_path / "run0" / "config.json").read_text())["resumed"]
+    assert {"step_timeout": 300.0, "max_restarts": 99}.items() <= part["changed"].items()
+
+
 def test_too_many_deaths_end_the_run_with_their_cause(train, monkeypatch, tmp_path):
     monkeypatch.setattr(tiny_envs, "EVENT", "raise@100")
     with pytest.raises(SystemExit) as end:

@@ -1,12 +1,13 @@
 """The functions that stand beside the algorithms, each against a plain way to compute the same."""
 
+import contextlib
 import math
 from copy import deepcopy
 
 import numpy as np
 import pytest
 import torch
-from helpers import defining, needs_cuda
+from helpers import defining, load, needs_cuda
 from torch import nn
 
 GAMMA, LAMBDA = 0.9, 0.8
@@ -298,3 +299,20 @@ def test_time_of_resets_is_what_steps_with_a_reset_took_longer():
     is_reset[[2, 3, 4], [0, 1, 1]] = True
     assert time_of_resets(spent, is_reset) == pytest.approx((7 - 2) + 0 + (9 - 2))
     assert time_of_resets(spent, is_reset & False) == time_of_resets(spent, is_reset | True) == 0
+
+
+@pytest.mark.parametrize("name", ["ppo_atari_envpool", "a3c_ray", "apex_dqn_ray", "impala_ray", "ppo_ray"])
+def test_settings_of_the_first_convolution_count(name):
+    """Forward takes its weights alone, so a copy's padding or stride could be ignored in silence."""
+    script, obs = load(name), torch.zeros(2, 4 * 84 * 84, dtype=torch.uint8)
+    if name == "ppo_atari_envpool":
+        layers, obs = script.ActorCritic(5), obs.view(2, 21, 21, 64)
+    else:
+        layers = (script.Convolutions if name == "apex_dqn_ray" else script.Frames)(4)
+    sizes = []
+    layers.conv3.register_forward_hook(lambda _layer, _inputs, x: sizes.append(x.shape[-1]))
+    for padding in (0, 2):
+        layers.conv1.padding = (padding, padding)
+        with contextlib.suppress(RuntimeError):  # the next layer may not fit any more
+            layers(obs)
+    assert sizes == [7, 9]

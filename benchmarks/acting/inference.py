@@ -250,7 +250,8 @@ def main(options: Options) -> int:
     def on_result(result: dict, is_all: bool) -> None:
         target = targets[result["network"], result["device"]]
         ours, before = good(result["cells"]), good(target.old.get("cells", []))
-        target.write(result, is_all and bool(ours) and before <= ours)  # some ways do not exist for all networks
+        is_done = is_all and all(turns.is_absent(cell["error"]) for cell in result["cells"] if "error" in cell)
+        target.write(result, is_done and bool(ours) and before <= ours)
 
     kept = f"the paths that were finished before lie in {options.out}"
     with stoppable(kept), tqdm(unit="path", disable=None) as bar:

@@ -71,9 +71,9 @@ class PooledCategorical(Categorical):
         self.agent = script.ActorCritic(*obs_shape, gym.spaces.Discrete(num_actions))
 
     def forward(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
-        action = (self.agent.actor(obs) + noise).argmax(1)
-        log_prob, _, value = self.agent(obs, action)
-        return action, log_prob, value
+        output = self.agent.actor(obs)  # once: `forward` of the agent would compute it again
+        action = (output + noise).argmax(1)
+        return action, self.agent.log_prob(output, action), self.agent.critic(obs).squeeze(1)
 
 
 class Gaussian(nn.Module):

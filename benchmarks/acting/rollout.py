@@ -178,8 +178,9 @@ def main(options: Options) -> int:
     before = places_measured(target.old)
 
     def on_result(result: dict) -> None:
-        good = places_measured(result)
-        target.write(result, is_whole=len(result["rows"]) == len(asked) and bool(good) and before <= good)
+        good, rows = places_measured(result), result["rows"]
+        is_done = len(rows) == len(asked) and all(turns.is_absent(row["error"]) for row in rows if "error" in row)
+        target.write(result, is_whole=is_done and bool(good) and before <= good)
 
     with stoppable(kept), tqdm(unit="actor", disable=None) as bar:
         left = options.time_limit - (time.perf_counter() - started)

@@ -23,7 +23,10 @@ from benchmarks.common.pairs import TABLE
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 SUFFIX = "_torchcompile"
-INSTALL = "pip install -c requirements/constraints.txt -r requirements/requirements-{}.txt"  # for people to paste
+REQUIREMENTS = shlex.quote(str(ROOT / "requirements"))
+# For people to paste, wherever they are
+INSTALL = f"{shlex.quote(sys.executable)} -m pip install -c {REQUIREMENTS}/constraints.txt -r {REQUIREMENTS}/"
+INSTALL += "requirements-{}.txt"
 
 # The variants of a pair: the suffix of the script's name, and flags
 VARIANTS = {

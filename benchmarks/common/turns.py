@@ -190,6 +190,11 @@ def describe_error(error: BaseException) -> str:
     return without_paths(f"{type(within).__name__}: {within}")
 
 
+def is_absent(error: str) -> bool:
+    """Whether an error, as described, says that there is no such way on this machine, not that it failed."""
+    return error.startswith(("NotImplementedError: ", "ImportError: ", "ModuleNotFoundError: "))
+
+
 @dataclass
 class Times:
     """What the calls of one contestant took, in seconds."""

@@ -390,7 +390,8 @@ class Cluster:
                 fail(differ)
         self.hosts = self.ray.remote(num_cpus=cpus, num_gpus=gpus, scheduling_strategy="SPREAD")(Host)
         self.commit, self.texts = git("describe", "--always", "--dirty", "--abbrev=40") or None, {}
-        self.environment = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
+        paths = [os.environ.get("PYTHONPATH"), os.getcwd()]  # where nodes that share files find environments, too
+        self.environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         if not gpus:
             self.environment["CUDA_VISIBLE_DEVICES"] = ""  # a run without GPUs must not use its node's
         count = len(self.nodes())

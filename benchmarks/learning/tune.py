@@ -248,6 +248,8 @@ def begin(options: Options) -> tuple[Options, Search, sweep.Journal]:
     journal = options.out / "journal.jsonl"
     if options.resume is None and sweep.read_journal(journal):
         fail(f"{options.out} holds a search; --resume {options.out} goes on with it, --out names another folder")
+    if options.resume is None and any((options.out / name).exists() for name in ("report.json", "tune")):  # Ray Tune's
+        fail(f"{options.out} holds a report, or trials without their journal: name another folder by --out")
     settings = {name: value for name, value in asdict(options).items() if name not in ("resume", "out")}
     return options, search, sweep.Journal(journal, json.loads(json.dumps(settings)), options.resume is not None)
 

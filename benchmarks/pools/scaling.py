@@ -12,6 +12,7 @@ Leaves: in --out scaling.json, scaling.md and scaling.png.
 
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -129,6 +130,7 @@ def measure_cluster(options: Options, nodes: int) -> dict:
     for _ in range(nodes - 1):
         cluster.add_node(**node)
     cluster.wait_for_nodes()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has replaced the handler of `stoppable`
     runners = nodes * options.runners
     own = {"num-steps": fragment_steps(options), "rollout": "first-ready", "update-epochs": 1}
     own = own if options.script == "ppo_ray" else {"fragment-steps": fragment_steps(options), "log-every": 200}

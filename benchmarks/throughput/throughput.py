@@ -311,7 +311,7 @@ def measure_script(script: str, options: Options, bar: tqdm, on_round: Callable[
         result = described(script, options, env_id, contestants, versions)
         if options.ceilings:
             result["ceilings"] = measure_ceilings(script, contestants, options, bar, caches)
-            if gpu_model():
+            if gpu_model() and not {"cpu", "--device=cpu"} & set(split_flags(options.flags)):
                 result["device_use"] = measure_device_use(script, contestants, options, bar)
     finally:
         shutil.rmtree(caches, ignore_errors=True)

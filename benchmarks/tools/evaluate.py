@@ -87,6 +87,8 @@ def check_video(module: ModuleType, env_id: str, path: Path) -> None:
     needed = ["moviepy", *(["pygame"] if set(kind) & DRAWN_BY_PYGAME else [])]
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         fail(f"--video of {env_id} needs {' and '.join(missing)}: {sys.executable} -m pip install {' '.join(missing)}")
+    if path.is_file():
+        fail(f"--video: {path} exists; name another file")
     if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         fail(f"--video: can't write a file {path}")
     os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display

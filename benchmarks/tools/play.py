@@ -39,7 +39,10 @@ def load_run(folder: Path, script: Path | None = None) -> tuple[ModuleType, obje
     blob = git("hash-object", str(path.resolve()))  # empty where there is no git
     if blob and config.get("blob") not in (None, blob):
         print(f"note: {path} is not the file that trained this run, or has changed: see --script", file=sys.stderr)
-    module = load_script(path)
+    try:
+        module = load_script(path)
+    except (SyntaxError, ImportError) as error:
+        fail(f"{path} can't be imported: {error}")
     if not hasattr(module, "load_policy"):
         fail(f"{path} has no function load_policy")
     if config.get("env_backend") in ("envpool", "gymnasium") and "env_backend" in saved:

@@ -201,6 +201,8 @@ def main(flags: list[str]) -> None:
         return
     if flags not in ([], ["--note"]):
         fail("stale takes no flags but --note")
+    if git("rev-parse", "--is-shallow-repository") != "false":
+        fail("stale compares with the whole history: run it in a checkout with git that has it (git fetch --unshallow)")
     found = stale()
     print("\n".join(f"{name}: {'; '.join(why)}" for name, why in found.items()) or "nothing is stale")
     if flags:
