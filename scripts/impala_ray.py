@@ -748,6 +748,8 @@ def make_env(env: str | gym.envs.registration.EnvSpec, settings: dict) -> gym.En
     try:
         env = wrap(gym.make(env, disable_env_checker=True, **settings))
     except SystemExit as end:  # as of a simulator without a licence
+        if isinstance(end.code, int) and end.code > 128:  # Ctrl-C, and the like
+            raise
         raise RuntimeError(f"its constructor has called sys.exit({end.code!r})") from end
     layer = env
     while isinstance(layer, gym.Wrapper):
@@ -945,7 +947,7 @@ def numbers_in(info: dict) -> dict[str, float]:
     numbers = {key: x for key, x in found.items() if isinstance(x, bool | int | float | np.bool_ | np.number)}
     # `float` raises for times, and for some large integers
     fits = {key: abs(x) < 2**63 if type(x) is int else not isinstance(x, np.timedelta64) for key, x in numbers.items()}
-    return {key: float(x) for key, x in numbers.items() if fits[key] and abs(x) < 1e300}
+    return {key: float(x) for key, x in numbers.items() if fits[key] and abs(float(x)) < 1e300}
 
 
 def without(settings: dict, names: set[str]) -> dict:
