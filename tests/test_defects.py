@@ -1094,24 +1094,28 @@ def test_a_run_that_has_ended_is_not_stopped_by_a_signal(train, monkeypatch, cap
     assert end.value.code == 143 and "log, checkpoint, configuration" in out and "stopped" not in err
 
 
-def test_a_run_whose_folder_is_in_use_leaves_nothing_behind(tmp_path):
+def test_a_run_whose_folder_is_in_use_leaves_nothing_behind(tmp_path, capfd):
     """In a notebook, whose process goes on and keeps the error."""
     (tmp_path / "notes.txt").touch()
     script, before = load("ppo"), (signal.getsignal(signal.SIGTERM), {*multiprocessing.active_children()})
     with pytest.raises(SystemExit):
-        script.train(script.Args(env_id="tiny_envs:Odd-v0", num_envs=2, run_dir=str(tmp_path)))
+        script.train(script.Args(env_id="tiny_envs:Choose-v0", num_envs=2, run_dir=str(tmp_path)))
+    assert "is not empty" in capfd.readouterr().err
     assert (signal.getsignal(signal.SIGTERM), {*multiprocessing.active_children()}) == before
 
 
 def test_a_variable_that_answers_no_questions_does_not_hinder_a_signal(train, monkeypatch):
     """As a weak proxy of what has gone."""
 
-    def interrupt(run):
+    def beside_a_proxy():
         proxy = weakref.proxy(type("Gone", (), {})())
+        signal.raise_signal(signal.SIGINT)
         with contextlib.suppress(ReferenceError):
             print(proxy)
+
+    def interrupt(run):
         if run.stopped_by is None:
-            signal.raise_signal(signal.SIGINT)
+            beside_a_proxy()
 
     monkeypatch.setattr(load("ppo").Run, "stop_if_asked", interrupt)
     with pytest.raises(SystemExit) as end:
