@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int | None:
         print(f"{docstring(name)}\n\nIts flags are shown once it is installed, which ./run.sh {name} does.")
         return None
     if missing:
-        fail(f"this Python lacks {', '.join(missing)}: {INSTALL.format('benchmark')}")
+        fail(f"this Python lacks {', '.join(missing)}: {INSTALL.format('')}")
     importlib.import_module("benchmarks.common.results").code_at_start()
     module = importlib.import_module(COMMANDS[name])
     if not hasattr(module, "Options"):

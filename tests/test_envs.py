@@ -12,6 +12,7 @@ import time
 from unittest import mock
 
 import gymnasium as gym
+import helpers
 import numpy as np
 import pytest
 import tiny_envs
@@ -160,6 +161,8 @@ def test_workers_beside_one_that_died_are_ended(make):
         for worker in workers:
             worker.join(10)
         assert not any(worker.is_alive() for worker in workers)
+        # Each timer holds them until its thread has noticed that it was cancelled
+        helpers.wait_until(lambda: not any(isinstance(x, threading.Timer) for x in threading.enumerate()))
         del envs.vector, workers, worker
         gc.collect()
         counts.append(len(os.listdir("/proc/self/fd")))

@@ -26,7 +26,7 @@ SUFFIX = "_torchcompile"
 REQUIREMENTS = shlex.quote(str(ROOT / "requirements"))
 # For people to paste, wherever they are
 INSTALL = f"{shlex.quote(sys.executable)} -m pip install -c {REQUIREMENTS}/constraints.txt -r {REQUIREMENTS}/"
-INSTALL += "requirements-{}.txt"
+INSTALL += "requirements{}.txt"
 
 # The variants of a pair: the suffix of the script's name, and flags
 VARIANTS = {
@@ -86,7 +86,7 @@ def pairs_here() -> list[str]:
 def say_left_out() -> None:
     """Name the pairs that `pairs_here` leaves out."""
     if absent := [name for name in pairs() if name not in pairs_here()]:
-        print(f"left out, as Ray is not installed: {', '.join(absent)}: {INSTALL.format('ray')}", file=sys.stderr)
+        print(f"left out, as Ray is not installed: {', '.join(absent)}: {INSTALL.format('-ray')}", file=sys.stderr)
 
 
 def peers_of(script: str) -> tuple[str, ...]:
@@ -234,7 +234,7 @@ def check_installed(peers: tuple[str, ...]) -> None:
     """Refuse peers that are not installed, here or in an environment of their own."""
     absent = [peer for peer in peers if peer in LIBRARIES and importlib.util.find_spec(LIBRARIES[peer]) is None]
     if absent:
-        fail(f"{', '.join(absent)} not installed: {INSTALL.format('benchmark')}")
+        fail(f"{', '.join(absent)} not installed: {INSTALL.format('-benchmark')}")
     for peer in [peer for peer in peers if peer not in LIBRARIES]:
         name, python = ("rllib", RLLIB_PYTHON) if peer == "rllib" else ("cleanrl", CLEANRL_PYTHON)
         file = f"requirements/requirements-{name}.txt"

@@ -450,7 +450,7 @@ class Cluster:
 def join(address: str):
     """Ray's module, connected to a cluster, and whether the connection was made here; SystemExit(2) if that fails."""
     if importlib.util.find_spec("ray") is None:
-        fail(f"--ray-address needs Ray: {INSTALL.format('ray')}")
+        fail(f"--ray-address needs Ray: {INSTALL.format('-ray')}")
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0"} | os.environ
     import ray
 

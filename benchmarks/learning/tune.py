@@ -151,7 +151,7 @@ def check_installed(options: Options) -> None:
     needed |= {"optuna": "Optuna"} if options.search_algorithm == "optuna" else {}
     absent = [title for name, title in needed.items() if importlib.util.find_spec(name) is None]
     if absent:
-        fail(f"this search needs {', '.join(absent)}: {INSTALL.format('tune')}")
+        fail(f"this search needs {', '.join(absent)}: {INSTALL.format('-tune')}")
 
 
 def check_population(options: Options, search: Search) -> None:

@@ -244,7 +244,7 @@ def main(options: Options) -> int:
     if options.nodes[:1] != (1,) or min(options.nodes) < 1:
         fail("--nodes: numbers of nodes, each 1 or more; begin with 1, to which the others are compared")
     if not pool_peers.installed("ray"):
-        fail(f"ray is not installed: {INSTALL.format('ray')}")
+        fail(f"ray is not installed: {INSTALL.format('-ray')}")
     if options.pools and options.runners * options.envs % 3:
         fail("--runners times --envs must be a multiple of 3, for runners of 3 environments; or choose --no-pools")
     if options.steps and options.script != "ppo_ray":

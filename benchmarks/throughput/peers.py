@@ -369,7 +369,7 @@ def main(arguments: list[str]) -> None:
     check_known("peer", [peer], [name + kind for kind in ("", AT_DEFAULTS) for name in LIBRARIES])
     check_known("script", [script], [name for name in pairs() if "sb3" in peers_of(name)])
     if importlib.util.find_spec(LIBRARIES[peer.removesuffix(AT_DEFAULTS)]) is None:
-        fail(f"{peer} is not installed: {INSTALL.format('benchmark')}")
+        fail(f"{peer} is not installed: {INSTALL.format('-benchmark')}")
     print(train(peer, script, flags))
 
 
